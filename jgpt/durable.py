@@ -1,4 +1,5 @@
-"""Durable writes: a finished name means a whole file on disk; nothing foreign is deleted."""
+"""Durable writes: a file with its final name is complete on disk; foreign files are never
+deleted."""
 
 import contextlib
 import errno
@@ -20,7 +21,7 @@ else:
     import fcntl
 
 _LARGEST_TEXT = 1 << 28
-# never through a link, never waiting for the other end of a pipe, and bytes as they are on Windows
+# Never through a link, never blocked by a pipe, and without newline conversion on Windows.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _PRIVATE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
@@ -30,9 +31,9 @@ _WRITABLE_BY_OTHERS = 0o022
 def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     """Yield an empty directory beside `path` to fill; it is renamed to `path` at the end.
 
-    After an error nothing is left of it. With `content`, a word for what is written, the directory
-    is the one that a killed or interrupted process with the same word has left, if there is one.
-    What killed processes have left of other content is deleted.
+    After an error it is deleted. With `content`, a word for the data, it is the directory that a
+    killed or interrupted process with the same word left, if there is one. Directories of killed
+    processes with other content are deleted.
     Raises FileExistsError if `path` exists and is not an empty directory, BlockingIOError if
     another process fills it, and OSError for a directory to continue that is not this user's.
     """
@@ -56,15 +57,17 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
             if content is not None:
                 raise
-            # nobody else knows a random name: its lock only tells later that this process has ended
+            # Nobody else knows a random name; its lock only shows later that this process has
+            # ended.
         try:
             _make_private(partial)
             if content is not None:
-                sync_directory(path.parent)  # what is kept of it survives a power cut, too
+                # the directory that is kept must survive a power cut, too
+                sync_directory(path.parent)
             made = os.lstat(partial)
             yield partial
-            # The order is the promise: files, then the directory, then its name. After a power cut
-            # there is no name, or a name with all that was written.
+            # This order is what makes it durable: files, then the directory, then its name. After a
+            # power cut either there is no name, or a name with all data.
             sync_below(partial)
             if not os.path.samestat(made, os.lstat(partial)):
                 raise OSError(f"{partial} was replaced while it was written")
@@ -87,8 +90,8 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
         finally:
             if not is_to_continue and not is_foreign:
                 shutil.rmtree(partial, ignore_errors=True)
-            if not is_to_continue:  # the lock of what is kept tells later that it is ours
-                with contextlib.suppress(OSError):  # Windows keeps what is open
+            if not is_to_continue:  # the lock of a kept directory shows later that it is jgpt's
+                with contextlib.suppress(OSError):  # Windows keeps open files
                     lock.unlink(missing_ok=True)
 
 
@@ -101,10 +104,10 @@ class LocksUnsupported(OSError):
 
 
 def _make_private(partial: Path) -> None:
-    """Make a directory that only this user may write to, or take the one that is there.
+    """Make a directory that only this user may write to, or use the existing one.
 
-    In a folder such as /tmp others can put a link or a directory of theirs in its place, since its
-    name can be computed: what is written would go through their links.
+    The name can be computed, so in a folder such as /tmp others can put a link or a directory in
+    its place, and data would be written through their links.
     """
     try:
         partial.mkdir(mode=_PRIVATE)
@@ -117,11 +120,11 @@ def _make_private(partial: Path) -> None:
         )
     others_may_write = os.lstat(partial).st_mode & _WRITABLE_BY_OTHERS
     if others_may_write and not _mode_of_new(partial, _PRIVATE) & _WRITABLE_BY_OTHERS:
-        # anybody may have put links or tokens there: start again. On file systems without modes
-        # every directory looks like that, and there it is continued.
+        # Anyone may have put links or tokens there, so it is deleted. On file systems without
+        # modes, every directory looks like that, and the existing one is continued.
         shutil.rmtree(partial)
         partial.mkdir(mode=_PRIVATE)
-    for unfinished in partial.glob("*.partial"):  # that a killed process was writing
+    for unfinished in partial.glob("*.partial"):  # remains of a killed process
         unfinished.unlink()
 
 
@@ -133,7 +136,7 @@ def _open_to_others(directory: Path) -> None:
 
 
 def _mode_of_new(path: Path, mode: int) -> int:
-    """The mode that a directory beside `path` gets, which depends on umask and folder."""
+    """Return the mode of a new directory beside `path`, which depends on umask and folder."""
     probe = _partial(path)
     probe.mkdir(mode=mode)
     try:
@@ -143,16 +146,16 @@ def _mode_of_new(path: Path, mode: int) -> int:
 
 
 def _delete_abandoned(path: Path, content: str | None) -> None:
-    """Delete what killed processes left beside `path`, other than a directory for `content`.
+    """Delete directories of killed processes beside `path`, other than one for `content`.
 
-    A directory is ours if its lock lies beside it, and abandoned if nobody holds that lock.
+    A directory is jgpt's if its lock lies beside it, and abandoned if nobody holds that lock.
     """
     pattern = re.compile(re.escape(path.name) + r"\.([0-9a-f]{8})\.lock")
     for lock in list(path.parent.iterdir()):
         found = pattern.fullmatch(lock.name)
         if found is None or found[1] == content or not _is_own(lock):
             continue
-        # held by a living process, or of a file system without locks: it stays
+        # If a living process holds it, or the file system has no locks, it stays.
         with contextlib.suppress(OSError, ValueError), locked(lock, path):
             partial = lock.with_suffix(".partial")
             if _is_own_directory(partial):
@@ -165,7 +168,7 @@ def _is_own_directory(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether this user owns a file, directory or link. On Windows nobody is asked."""
+    """Return whether this user owns a file, directory or link. On Windows this is always True."""
     return not hasattr(os, "geteuid") or os.lstat(path).st_uid == os.geteuid()
 
 
@@ -173,9 +176,9 @@ def write_file(path: Path, data: str | bytes) -> None:
     """Write a file, or replace it: a crash leaves the old one or the new one."""
     if isinstance(data, str):
         data = data.encode()
-    named_path = path  # for messages: the user's words
-    path = path.resolve()  # a link stays one, and what it leads to is replaced
-    if path.exists() and not path.is_file():  # a pipe or a device has to stay what it is
+    named_path = path  # for messages, with the user's path
+    path = path.resolve()  # a link stays, and its target is replaced
+    if path.exists() and not path.is_file():  # a pipe or a device is written to, and not replaced
         path.write_bytes(data)
         return
     partial = _partial(path)
@@ -193,15 +196,15 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def read_file(path: Path) -> str:
-    """The text of a small file, as configs are. Raises ValueError for a large one."""
+    """Read a small text file, such as a config. Raises ValueError for a large one."""
     size = path.stat().st_size
     if size > _LARGEST_TEXT:  # such as a device or a forged file, which would fill the memory
         raise ValueError(f"it has {size:,} bytes")
-    return path.read_text(encoding="utf-8-sig")  # an editor may have added a mark
+    return path.read_text(encoding="utf-8-sig")  # an editor may have added a byte-order mark
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Read the object in a JSON file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -215,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def prefix_errors(path: Path) -> Iterator[None]:
-    """Prefix ValueErrors with the file that they are about."""
+    """Prefix the messages of ValueErrors with the path of the file."""
     try:
         yield
     except ValueError as error:
@@ -223,33 +226,36 @@ def prefix_errors(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Append to a file all of the data or none."""
+    """Append to a file either all of the data or none."""
     with own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
         size = os.fstat(descriptor).st_size
         try:
-            while data:  # a nearly full disk takes a part
+            while data:  # a nearly full disk accepts only a part
                 written = os.write(descriptor, data)
                 data = data[written:]
             if durable:
                 os.fsync(descriptor)
                 sync_directory(path.parent)
         except OSError as error:
-            os.truncate(descriptor, size)  # or a line cut off would be damage at the next start
+            # otherwise a truncated line would be damage at the next start
+            os.truncate(descriptor, size)
             raise _unwritten(path, error) from error
 
 
 @contextlib.contextmanager
 def own_file(path: Path, flags: int) -> Iterator[int]:
-    """Open a file. Raises ValueError for links, hard ones too, and for what is not a file."""
+    """Open a file. Raises ValueError for links, also hard links, and for anything but a regular
+    file."""
     foreign = ValueError(f"{path} is a link or not a file: delete it, or replace it by a copy")
     try:
         descriptor = os.open(path, flags | _FLAGS, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # ENXIO: a pipe nobody reads
+        # ENXIO: a pipe without a reader
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise foreign from None
         raise
     try:
-        # of what was opened, and not of the name, which may be another file's by now
+        # The status of the open file; its name may now belong to another one.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise foreign
@@ -264,14 +270,14 @@ class Lock:
 
     file: Path
     path: Path
-    """What is locked."""
+    """The locked directory."""
     descriptor: int
 
     def require_in_place(self) -> None:
         """Raise OSError if the locked directory was moved or replaced.
 
-        A lock belongs to the open file, not to its name: another process can hold that of the
-        directory which has the name now.
+        A lock belongs to the open file rather than its name, so another process can hold the lock
+        of the directory that has the name now.
         """
         if not self.is_in_place():
             raise MovedDirectory(
@@ -280,7 +286,7 @@ class Lock:
             )
 
     def is_in_place(self) -> bool:
-        """Whether the file with the lock still has its name."""
+        """Return whether the file with the lock still has its name."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(self.file))
         except (FileNotFoundError, NotADirectoryError):
@@ -288,7 +294,7 @@ class Lock:
 
 
 class MovedDirectory(OSError):
-    """A locked directory was moved or replaced."""
+    """Raised when a locked directory was moved or replaced."""
 
 
 @contextlib.contextmanager
@@ -304,7 +310,7 @@ def locked(lock: Path, path: Path) -> Iterator[Lock]:
             taken_lock = Lock(lock, path, descriptor)
             if not taken_lock.is_in_place():
                 continue  # the process that held it has just deleted it
-            with contextlib.suppress(OSError):  # a full disk: the lock holds without a number
+            with contextlib.suppress(OSError):  # on a full disk the lock works without a number
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()}\n".encode())
             yield taken_lock
@@ -341,24 +347,24 @@ def make_directory(path: Path) -> None:
 
 
 def sync_below(directory: Path) -> None:
-    """fsync all files and directories below a directory."""
+    """Sync all files and directories below a directory to disk."""
     for path in directory.rglob("*"):
         if path.is_dir():
             sync_directory(path)
         else:
-            with path.open("r+b") as file:  # Windows syncs only what is open for writing
+            with path.open("r+b") as file:  # Windows syncs only files that are open for writing
                 os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names of its entries are durable."""
+    """Sync a directory to disk, so that the names of its entries are durable."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # some network and FUSE file systems sync files alone: there is nothing better to do
+        # Some network and FUSE file systems sync only files, and there is no alternative.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
             raise
     finally:
@@ -366,12 +372,13 @@ def sync_directory(path: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """A path with the bytes that are not UTF-8 as \\x.., since a terminal can't show them."""
+    """Return a path with bytes that are not UTF-8 as \\x.., since a terminal can't show them."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _partial(path: Path) -> Path:
-    """A name beside a path that nobody else computes: a rename within one folder is atomic."""
+    """Return a name beside a path that nobody else computes; a rename within one folder is
+    atomic."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 

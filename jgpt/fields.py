@@ -1,6 +1,6 @@
-"""The fields of a config: what their values must be, in rules and in words, and JSON.
+"""The fields of a config: rules for their values, the words for them, and JSON.
 
-Nothing here knows which configs there are, or imports jax.
+This module knows no config, and imports no jax.
 """
 
 import ast
@@ -23,19 +23,20 @@ from jgpt.words import did_you_mean
 
 
 class Rule(typing.NamedTuple):
-    """What a value must be, in the annotation of its field."""
+    """A condition on a value, in the annotation of its field."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def at_most(most: int) -> Rule:
-    """An upper bound."""
+    """Return a rule for an upper bound."""
     return Rule(f"be at most {most}", lambda value: value <= most)
 
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-FINITE = Rule("be finite in float32", lambda value: abs(value) <= FLOAT32_MAX)  # NaN is not
+# NaN fails this, too
+FINITE = Rule("be finite in float32", lambda value: abs(value) <= FLOAT32_MAX)
 INT32 = at_most(2**31 - 1)
 POSITIVE = Rule("be positive", lambda value: value > 0)
 NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
@@ -48,20 +49,20 @@ DECAY_RATE = Rule(
 
 @functools.cache
 def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
-    """The type of each field, without and with rules."""
+    """Return the type of each field, without and with rules."""
     plain = typing.get_type_hints(kind)
     annotated = typing.get_type_hints(kind, include_extras=True)
-    # class variables have types too
+    # Class variables have types, too.
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: (plain[name], annotated[name]) for name in names}
 
 
 def validate(config: Any) -> None:
-    """Raise ValueError for a field of another type, as from edited JSON, or out of bounds."""
+    """Raise ValueError for a field that is of another type, as in edited JSON, or out of bounds."""
     for name, (hint, annotated) in _hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
-            advice = ": its item() is one" if hasattr(value, "item") else ""  # NumPy's
+            advice = ": its item() is one" if hasattr(value, "item") else ""  # a NumPy scalar
             raise ValueError(
                 Message(
                     Field(name),
@@ -78,7 +79,8 @@ def validate(config: Any) -> None:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type; an int is a float too, but a bool is not an int."""
+    """Return whether a value has a field's type; an int is a float, too, but a bool is not an
+    int."""
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in kinds
@@ -107,7 +109,7 @@ def _in_words(hint: Any) -> str:
 
 
 def require_multiple(config: Any, name: str, divisor_name: str) -> None:
-    """Raise ValueError for a field that another, if it is a number, doesn't divide."""
+    """Raise ValueError if a field is not divisible by another field that is a number."""
     value = getattr(config, name)
     divisor = getattr(config, divisor_name)
     if isinstance(divisor, int) and value % divisor:
@@ -117,23 +119,23 @@ def require_multiple(config: Any, name: str, divisor_name: str) -> None:
 
 
 class UnknownField(TypeError, ValueError):
-    """A field that this version of jgpt doesn't know, as from a newer one."""
+    """A field that this version of jgpt doesn't know, for example one from a newer version."""
 
 
 class Fields:
-    """A frozen dataclass of fields that have rules and go to JSON.
+    """A frozen dataclass whose fields have rules and can be written as JSON.
 
-    Raises UnknownField, with a suggestion, where a dataclass alone would raise a TypeError.
+    Raises UnknownField, with a suggestion, where a plain dataclass would raise a TypeError.
     """
 
     of_older_files: ClassVar[dict[str, Any]] = {}
-    """What a file from before a field says by not having it, where that is not the default."""
+    """The values of fields missing in older files, where they differ from the defaults."""
 
     older_names: ClassVar[dict[str, str]] = {}
-    """What a field was called in older files, and what it is called now."""
+    """The older names of fields, with their current names."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Raise UnknownField for a name that the dataclass has no field of."""
+        """Raise UnknownField for a name that is not a field."""
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in given:
             if name not in known:
@@ -144,29 +146,29 @@ class Fields:
 
 @dataclass(frozen=True)
 class Code(Fields):
-    """A record of a user's own function or class: its name, its file and the file's SHA-256.
+    """A record of a custom function or class: its name, its file and the file's SHA-256.
 
     A run has this in place of the code, which it never loads by itself.
     """
 
     name: str
     file: str | None = None
-    """None for code typed into a notebook or an interpreter."""
+    """The file, or None for code typed into a notebook or an interpreter."""
     sha256: str | None = None
     fields: tuple[tuple[str, Any], ...] = ()
-    """What the user's own class of configs has and `ModelConfig` has not."""
+    """The fields of a custom config class that `ModelConfig` lacks."""
     modules: tuple[tuple[str, str], ...] = ()
-    """The files in the same folder that the file imports, and those that they import, each with
-    its SHA-256. Runs from before this record have none."""
+    """The files in the same folder that the file imports, directly or through others, each with its
+    SHA-256. Runs from before this record have none."""
 
     @property
     def named(self) -> str:
-        """FILE.py:NAME."""
+        """The name FILE.py:NAME."""
         return f"{self.file or 'FILE.py'}:{self.name}"
 
     @classmethod
     def of(cls, make: Any) -> "Code":
-        """The record of a function or class; that of a record is itself."""
+        """Make the record of a function or class; a record is returned unchanged."""
         if isinstance(make, Code):
             return make
         name = getattr(make, "__qualname__", type(make).__qualname__)
@@ -184,10 +186,9 @@ class Code(Fields):
 
 
 def imported_beside(path: Path) -> dict[Path, str]:
-    """The files in a Python file's folder that it imports, and those that they import, each with
-    its SHA-256.
+    """Return the files in a Python file's folder that it imports, directly or through others.
 
-    They are found in the source: what a module has imported can't be asked of it.
+    Each has its SHA-256. They are found in the source, since a module doesn't list its imports.
     """
     found: dict[Path, str] = {}
     unread = [path]
@@ -207,14 +208,14 @@ def imported_beside(path: Path) -> dict[Path, str]:
 
 
 def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
-    """The files below a folder that a file's import statements name."""
+    """Yield the files below a folder that a file's import statements name."""
     for node in ast.walk(tree):
         base = folder
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            # what is imported may be a module too
+            # The imported name may be a module, too.
             names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
             if node.level:
                 base = file.parents[node.level - 1]
@@ -232,24 +233,24 @@ def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
 
 
 def _is_elsewhere(module: str, folder: Path) -> bool:
-    """Whether a name means another module than the one in the folder, as an installed package."""
+    """Return whether a name means another module than the one in the folder, such as a package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return file is not None and not Path(file).resolve().is_relative_to(folder)
 
 
 Config = typing.TypeVar("Config")
 Make = Callable | Code | None
-"""A user's own code in a config, or the record of it."""
+"""Custom code in a config, or the record of it."""
 
 
 def values_without_code(config: Any) -> dict[str, Any]:
-    """The fields by name, without the user's own code."""
+    """Return the fields by name, without custom code."""
     names = (each.name for each in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name != "make"}
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The fields as a run saves them, in place of a user's own code the record of it."""
+    """Return the fields as a run saves them, with records in place of custom code."""
     values = values_without_code(config)
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
@@ -270,7 +271,7 @@ def to_json(config: Any) -> str:
 
 
 def from_json(kind: type[Config], text: str) -> Config:
-    """The inverse of `to_json`. Raises ValueError for anything else."""
+    """Return the inverse of `to_json`. Raises ValueError for any other text."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -282,7 +283,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = {name: hint for name, (hint, _) in _hints(kind).items()}
-    # a part of a user's own config may be a plain dataclass, which has neither
+    # A part of a custom config may be a plain dataclass, which has neither.
     fields = dict(getattr(kind, "of_older_files", {}))
     older_names = getattr(kind, "older_names", {})
     values = {older_names.get(name, name): value for name, value in values.items()}
@@ -300,7 +301,8 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
 
 
 def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set[str]) -> Code:
-    """The record of a user's code, with the fields of a config that only the user's class knows."""
+    """Make the record of custom code, with the fields of a config that only the custom class
+    has."""
     others = []
     for name, value in values.items():
         if name not in known:

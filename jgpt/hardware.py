@@ -1,4 +1,4 @@
-"""The machine: platform, peak FLOP/s, memory. No other file queries them."""
+"""The machine: platform, peak FLOP/s and memory. No other file queries them."""
 
 import contextlib
 import ctypes
@@ -36,16 +36,16 @@ class Chip:
     """A kind of accelerator with its published figures, per chip."""
 
     kind: str
-    """As JAX names it."""
+    """The name that JAX uses."""
     platform: Platform
     peak_flops: float
-    """Dense, 16-bit, in FLOP/s."""
+    """Dense 16-bit FLOP/s."""
     memory: int
-    """In bytes."""
+    """Memory in bytes."""
     memory_bandwidth: float
-    """In bytes/s."""
+    """Memory bandwidth in bytes/s."""
     interconnect: float
-    """What a chip can send to the others of its slice or NVLink domain, in bytes/s."""
+    """Bandwidth to the other chips of its slice or NVLink domain, in bytes/s."""
 
 
 _TPU = Platform("tpu")
@@ -56,7 +56,7 @@ CHIPS = {
     "v6e": Chip("TPU v6 lite", _TPU, 918e12, 32 << 30, 1.64e12, 448e9),
     "h100": Chip("NVIDIA H100 80GB HBM3", _HOPPER, 989e12, 80 * 10**9, 3.35e12, 450e9),
 }
-"""The chips to compile for without having them."""
+"""The chips that jgpt can compile for without having them."""
 _PEAK_FLOPS = {chip.kind: chip.peak_flops for chip in CHIPS.values()} | {
     "TPU v4": 275e12,
     "TPU v5p": 459e12,
@@ -86,13 +86,13 @@ gpu_device_info {
 }
 """  # XLA's description of a GPU, from the data sheet and CUDA's table of compute capabilities
 _COMPILE_ONLY = {
-    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""What libtpu needs on a machine without a TPU, and fewer log messages."""
+"""Environment variables that libtpu needs without a TPU, and that reduce its log messages."""
 
 
 def topology(on: str) -> tuple[Chip, list[Any]]:
@@ -128,11 +128,11 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
 
 
 def peak_flops() -> float | None:
-    """Dense 16-bit FLOP/s of one device, or None if unknown."""
+    """Return the dense 16-bit FLOP/s of one device, or None if unknown."""
     kind = device_kinds()[0]
     matching = []
     for name in _PEAK_FLOPS:
-        # A GPU's kind ends with its form factor and memory. A TPU's is exact: "TPU v5 lite" is
+        # A GPU's kind ends with its form factor and memory. A TPU's kind is exact: "TPU v5 lite" is
         # another chip than "TPU v5".
         is_variant = kind.startswith(f"{name}-")
         if "TPU" not in name:
@@ -145,10 +145,10 @@ def peak_flops() -> float | None:
 
 
 def current_platform() -> Platform:
-    """JAX's platform. Raises OSError if JAX_PLATFORMS names one that is not there."""
+    """Return JAX's platform. Raises OSError if JAX_PLATFORMS names a missing one."""
     try:
         device = jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:  # an assertion: CUDA without its plugin
+    except (RuntimeError, AssertionError) as error:  # AssertionError: CUDA without its plugin
         named = jax.config.jax_platforms  # type: ignore[attr-defined]
         raise OSError(
             f"JAX can't use JAX_PLATFORMS={named} on this machine: unset it, or set it to cpu"
@@ -160,12 +160,12 @@ def current_platform() -> Platform:
 
 
 def device_kinds() -> list[str]:
-    """The kind of each device."""
+    """Return the kind of each device."""
     return [device.device_kind for device in jax.devices()]
 
 
 def accelerators() -> int:
-    """The number of devices to train on by default: all, or one in a lone CPU process.
+    """Return the number of devices to train on by default: all, or one in a single CPU process.
 
     Several CPU devices would share its cores.
     """
@@ -180,13 +180,13 @@ process_index = jax.process_index
 
 
 def devices_of_processes() -> list[int]:
-    """The number of devices of each process."""
+    """Return the number of devices of each process."""
     owners = [device.process_index for device in jax.devices()]
     return [owners.count(index) for index in range(process_count())]
 
 
 def memory_in_use() -> int | None:
-    """Peak memory in bytes of the device, or of this process if it runs on a CPU."""
+    """Return the peak memory of the device in bytes, or that of this process on a CPU."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics:
         return statistics.get("peak_bytes_in_use")
@@ -194,29 +194,29 @@ def memory_in_use() -> int | None:
         return None
     status = Path("/proc/self/status")
     if status.exists():
-        # Linux begins ru_maxrss with what the parent had when it started this process: 1.4 GB in a
-        # child of a large notebook. VmHWM is of this program alone.
+        # On Linux, ru_maxrss begins with the memory of the parent when it started this process: 1.4
+        # GB in a child of a large notebook. VmHWM is only that of this program.
         found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
         if found:
             return 1024 * int(found[1])
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":  # in bytes there, in KiB elsewhere
+    if sys.platform == "darwin":  # in bytes on macOS, in KiB elsewhere
         return peak
     return 1024 * peak
 
 
 def memory_limit() -> int | None:
-    """A device's memory in bytes, or None if unknown."""
+    """Return a device's memory in bytes, or None if unknown."""
     statistics = jax.local_devices()[0].memory_stats()
-    if statistics is None:  # as of a CPU
+    if statistics is None:  # as on a CPU
         return None
     return statistics.get("bytes_limit")
 
 
 def host_memory() -> int:
-    """The machine's memory in bytes; 8 GiB where the system doesn't say."""
+    """Return the machine's memory in bytes; 8 GiB if the system doesn't report it."""
     if not hasattr(os, "sysconf"):
         return 8 << 30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -224,22 +224,23 @@ def host_memory() -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the open choices of a config depend on.
+    """The properties of a machine that decide the open choices of a config.
 
-    `fit` asks for it once; a plan for other hardware, and a test, make one.
+    `fit` reads them once; a plan for other hardware, or a test, makes its own.
     """
 
     platform: Platform
     devices: int
-    """To train on by default."""
+    """The number of devices to train on by default."""
     device_memory: int | None
-    """Of each device, in bytes; None if unknown, as on CPUs, where devices share the host's."""
+    """The memory of each device in bytes; None if unknown, as on CPUs, where devices share the
+    host's."""
     host_memory: int
-    """In bytes."""
+    """The memory of the machine in bytes."""
 
 
 def this_machine(platform: Platform | None = None) -> Machine:
-    """The machine of this process, with another platform if one is given."""
+    """Describe the machine of this process, or the same machine with another platform."""
     return Machine(
         platform=platform or current_platform(),
         devices=accelerators(),
@@ -249,11 +250,11 @@ def this_machine(platform: Platform | None = None) -> Machine:
 
 
 OPEN_FILES = 128
-"""Saving a checkpoint takes more than 64."""
+"""The least number of open files; saving a checkpoint takes more than 64."""
 
 
 def require_open_files() -> None:
-    """Raise ValueError where a process may open too few files to save a checkpoint."""
+    """Raise ValueError if a process may open too few files to save a checkpoint."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -270,14 +271,14 @@ _LOWERING_CACHES = (
     ("jax._src.pjit", "_pjit_lower"),
     ("jax._src.interpreters.pxla", "_cached_lowering_to_hlo"),
 )
-"""JAX's private caches of what it has lowered: no public function drops them alone."""
+"""JAX's private caches of lowered programs; no public function clears only these."""
 
 
 def release_memory() -> None:
-    """Return to the system what compiling took.
+    """Give the memory that compiling took back to the system.
 
-    glibc would keep 50 MiB of freed memory, and JAX 1 MiB for each program it has lowered, which
-    compiled programs don't need.
+    glibc would keep 50 MiB of freed memory, and JAX 1 MiB for each lowered program, which compiled
+    programs don't need.
     """
     for cache in _lowering_caches():
         cache.cache_clear()
@@ -287,10 +288,10 @@ def release_memory() -> None:
 
 
 def _lowering_caches() -> list[Any]:
-    """Those that this version of JAX has.
+    """Return the caches that this version of JAX has.
 
-    One that is missing costs memory and nothing else, so a user hears nothing of it; a test fails
-    with its name.
+    A missing cache only wastes memory, so there is no warning for users; a test fails with its
+    name.
     """
     caches = []
     for module_name, name in _LOWERING_CACHES:
@@ -315,21 +316,21 @@ def enable_compilation_cache() -> None:
         with contextlib.suppress(OSError):
             _remove_incomplete_entries(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        # small programs, too: a start compiles many of them
+        # Small programs, too, since a start compiles many of them.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_compilation_cache_max_size", 1 << 30)
-        # a folder that can't be written is no cache, and none is needed
+        # If the folder can't be written there is no cache, which is not an error.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 def _remove_incomplete_entries(folder: Path) -> None:
     """Remove the programs whose time of use is missing.
 
-    JAX writes a program and then the time of its use, in a file of its own. A process that is
-    killed in between, or a full disk, leaves a program that may be cut off: JAX would fail to read
-    it in each later process and would not replace it. A cleaner of old files may remove the time
-    alone. JAX reads the times of all programs before it stores one, so that without one of them it
-    would never store again.
+    JAX writes a program, and then the time of its use in a separate file. If a process is killed in
+    between, or the disk is full, the program may be truncated: JAX would fail to read it in each
+    later process and would not replace it. A cleaner of old files may remove only the time. JAX
+    reads the times of all programs before it stores one, so without one of them it would never
+    store again.
     """
     for program in folder.glob("*-cache"):
         used = program.with_name(program.name.removesuffix("-cache") + "-atime")

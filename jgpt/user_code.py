@@ -1,4 +1,5 @@
-"""A user's own model and optimizer: loaded from a file that is named, and compared with a run."""
+"""Custom models and optimizers: loading them from a file, and comparing them with those of a
+run."""
 
 import dataclasses
 import hashlib
@@ -18,14 +19,14 @@ from jgpt.words import did_you_mean
 
 
 class CustomCodeError(ValueError):
-    """An error of a user's file, with its place: the file, the line and what it says."""
+    """An error in a user's file, with its file, line and message."""
 
 
 _loaded: list[Path] = []  # the files that `load_code` has run
 
 
 def load_code(named: str) -> Callable[..., Any]:
-    """The function or class FILE.py:NAME, from a file that the user names and that is run.
+    """Run the file in FILE.py:NAME and return its function or class NAME.
 
     The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
     there is no such name, and OSError if it can't be read.
@@ -34,8 +35,7 @@ def load_code(named: str) -> Callable[..., Any]:
     if not file.endswith(".py"):
         raise ValueError(f"{named!r} must be a file and a name in it, as in my_gpt.py:GPT")
     path = Path(file).resolve()
-    # a file that was changed meanwhile is another module, and one of the same name in another
-    # folder is, too
+    # A changed file is a different module, and so is a file with the same name in another folder.
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     unique = f"{path.stem}_{digest[:12]}"
     if unique not in sys.modules:
@@ -52,19 +52,19 @@ def load_code(named: str) -> Callable[..., Any]:
 def _load(path: Path, unique: str) -> None:
     """Run a file as a module of a unique name."""
     spec = importlib.util.spec_from_file_location(unique, path)
-    assert spec is not None  # of a .py there is one
+    assert spec is not None  # a .py file always has one
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # before it runs: dataclasses look their module up
+    # Registered before it runs, since dataclasses look up their module.
     sys.modules[unique] = module
     _loaded.append(path)
-    # at the end and for this import alone: a file beside it must not stand in for a package that
-    # this process imports later
+    # At the end of the path and only for this import, so that a file beside it never replaces a
+    # package that this process imports later.
     sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[unique]  # or the next call would find half of it
+        del sys.modules[unique]  # otherwise the next call would find an incomplete module
         described = describe_error(error)
         raise CustomCodeError(described or f"{_shown(path)} can't be loaded: {error}") from error
     finally:
@@ -72,9 +72,9 @@ def _load(path: Path, unique: str) -> None:
 
 
 def describe_error(error: BaseException) -> str | None:
-    """One line for an error that was raised in, or through, a file that `load_code` has run.
+    """Describe an error from a file that `load_code` has run, in one line; None for other errors.
 
-    It has the file, the number of the line, the line and the error; None for any other error.
+    The line has the file, the line number, the source line and the error.
     """
     if isinstance(error, CustomCodeError):
         return str(error)
@@ -92,19 +92,19 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def _place_of(error: BaseException, files: set[Path]) -> str | None:
-    """The last line of some files that an error has passed: the file, the line's number, the line.
+    """Return the last place in some files that an error passed: file, line number and source line.
 
-    For a result that `jgpt.typed` doesn't accept, that is where the function begins.
+    For a result that `jgpt.typed` rejects, this is where the function begins.
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
         if path not in files:
-            # the call has returned, so only the function that was checked has a place in the file
+            # The call has returned, so only the checked function has a place in the file.
             code = getattr(frame.f_locals.get("function"), "__code__", None)
             if code is None or Path(code.co_filename) not in files:
                 continue
             path = Path(code.co_filename)
-            number = code.co_firstlineno  # of the first decorator
+            number = code.co_firstlineno  # that of the first decorator
             while linecache.getline(str(path), number).lstrip().startswith("@"):
                 number += 1
         line = linecache.getline(str(path), number).strip()
@@ -113,7 +113,7 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
 
 
 def _shown(path: Path) -> str:
-    """A path as the user would type it."""
+    """Return a path as the user would type it."""
     here = Path.cwd()
     if path.is_relative_to(here):
         return str(path.relative_to(here))
@@ -121,7 +121,7 @@ def _shown(path: Path) -> str:
 
 
 def require_code(make: Make, what: str) -> Callable[..., Any]:
-    """The code itself. Raises ValueError for a record of it."""
+    """Return the custom code. Raises ValueError if there is only a record of it."""
     if isinstance(make, Code):
         raise ValueError(
             Message(
@@ -138,16 +138,16 @@ def with_code(
     model: Make | str = None,
     optimizer: Make | str = None,
 ) -> TrainConfig:
-    """The config with a user's own model and optimizer, given as they are or as FILE.py:NAME.
+    """Put a custom model and optimizer into a config, as objects or as FILE.py:NAME.
 
     `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
-    # a record changes nothing: it is in the config already, and isn't code
+    # A record changes nothing: it is in the config already, and isn't code.
     if model is not None and not isinstance(model, Code):
         make = _loaded_code(model)
         fields = values_without_code(config.model)
         if isinstance(config.model.make, Code):
-            # those of the user's own class, which the saved config could not be made of
+            # The fields of the custom class, which the saved config could not have.
             fields |= dict(config.model.make.fields)
         make_config = config_class(make, config)
         config = dataclasses.replace(config, model=make_config(**fields, make=make))
@@ -161,37 +161,40 @@ def with_code(
 
 
 def _loaded_code(code: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function or class as it is, or loaded if it is FILE.py:NAME."""
+    """Return a function or class, loaded if it is FILE.py:NAME."""
     if isinstance(code, str):
         return load_code(code)
     return code
 
 
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
-    """The config class that an argument of `make` is annotated with, or that of `config.model`."""
+    """Return the config class in the annotation of an argument of `make`, or that of
+    `config.model`."""
     _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
     called = make
-    if isinstance(make, type):  # whose own signature NNX's metaclass hides
+    if isinstance(make, type):  # NNX's metaclass hides the class's own signature
         called = make.__init__
     signature = inspect.signature(called, eval_str=True)
     for parameter in signature.parameters.values():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, ModelConfig):
-            if isinstance(config.model, kind):  # a subclass keeps its further fields
+            if isinstance(config.model, kind):  # a subclass keeps its additional fields
                 return type(config.model)
             return kind
     return type(config.model)
 
 
 def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:
-    """Raise ValueError, which begins with the rule, for code that doesn't take these arguments."""
+    """Raise ValueError, whose message begins with `rule`, if code doesn't accept these
+    arguments."""
     called = make
     arguments = given
     if isinstance(make, type):
         called = make.__init__
-        if called is object.__init__:  # which says that it takes anything, and takes nothing
+        # its signature accepts anything, but its call accepts nothing
+        if called is object.__init__:
             called = _takes_nothing
-        arguments = (make, *given)  # any object will do for `self`
+        arguments = (make, *given)  # any object can stand for `self`
     try:
         inspect.signature(called).bind(*arguments, **named)
     except TypeError as error:
@@ -199,11 +202,12 @@ def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any
 
 
 def _takes_nothing(self: Any) -> None:
-    """The signature of a class without a constructor."""
+    """Stand for a class without a constructor, which takes no arguments."""
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """A line for each file of the model and the optimizer that is not as the run began with."""
+    """Return a line for each file of the model and the optimizer that changed since the run
+    began."""
     lines = []
     for part in ("model", "optimizer"):
         make = getattr(given, part).make
@@ -218,7 +222,8 @@ def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
         old = Code.of(saved_make)
         if (old.name, old.sha256) != (new.name, new.sha256):
             lines.append(f"the {changed}")
-        if not old.modules:  # not recorded; a file that imported nothing has changed if it does now
+        # not recorded: a file that imported nothing has changed if it now imports some
+        if not old.modules:
             continue
         old_modules = dict(old.modules)
         new_modules = dict(new.modules)
@@ -229,7 +234,7 @@ def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
 
 
 def code_facts(config: TrainConfig) -> dict[str, str | None]:
-    """What processes that train together must agree on: the names and SHA-256 of custom code."""
+    """Return the facts about custom code on which processes must agree: its names and SHA-256."""
     facts: dict[str, str | None] = {}
     for part in ("model", "optimizer"):
         make = getattr(config, part).make
@@ -237,7 +242,7 @@ def code_facts(config: TrainConfig) -> dict[str, str | None]:
             facts[f"{part}_code"] = None
             continue
         code = Code.of(make)
-        file = Path(code.file or "FILE.py").name  # its folder may be another on each machine
+        file = Path(code.file or "FILE.py").name  # the folder may differ between machines
         facts[f"{part}_code"] = f"{file}:{code.name} of SHA-256 {code.sha256}"
         for module, sha256 in code.modules:
             facts[f"{module} of the {part}"] = f"SHA-256 {sha256}"

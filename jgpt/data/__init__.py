@@ -1,1 +1,1 @@
-"""Text to tokens to batches."""
+"""Modules that read text, encode it as tokens and draw batches."""

@@ -1,4 +1,4 @@
-"""Batches as a function of (seed, step), from tokens on the device or memory-mapped."""
+"""Batches as a function of (seed, step), from tokens on the device or in a memory-mapped file."""
 
 import functools
 from typing import Any
@@ -14,18 +14,19 @@ from jgpt.shapes.contract import typed
 
 Tokens = Integer[Array, " tokens"] | Integer[np.ndarray, " tokens"]
 RESIDENT_BYTES = 1 << 30
-"""Splits up to this size are kept on the device; larger ones stay where they are."""
+"""The largest size in bytes of a split that is moved to the device."""
 
 
 @typed
 def resident(tokens: Integer[np.ndarray, " tokens"]) -> Tokens:
-    """Tokens as an array on the device if they are small enough, else as they are.
+    """Move tokens to the device if they have at most `RESIDENT_BYTES`, else return them unchanged.
 
-    They keep their type, of one or two bytes for most vocabularies; windows of them are int32.
+    The tokens keep their dtype, which has one or two bytes for most vocabularies. Windows of them
+    are int32.
     """
     if tokens.nbytes > RESIDENT_BYTES:
         return tokens
-    # of what begins with a page, as memory-mapped tokens do, a CPU takes no copy
+    # A CPU copies nothing here: memory-mapped tokens begin at a page, so JAX shares their memory.
     return jax.device_put(np.asarray(tokens))
 
 
@@ -39,11 +40,12 @@ def batches(
     block_size: int,
     count: int | None = None,
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
-    """The windows of steps `first_step` to `first_step + steps`: a pure function of (seed, step).
+    """Return the windows of steps `first_step` to `first_step + steps`, a pure function of (seed,
+    step).
 
-    A window is a block of inputs and one more token, the last target. From memory-mapped tokens, a
-    process reads only the windows of its own devices, and with `count` only those of the first
-    `count` steps; the others are zeros then.
+    A window has `block_size` inputs and one more token, the last target. From memory-mapped tokens,
+    a process reads only the windows of its own devices. With `count`, it reads only those of the
+    first `count` steps, and the other windows are zeros.
     """
     starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
@@ -53,7 +55,7 @@ def batches(
     shape = (steps, batch_size, block_size + 1)
 
     def read(part: Any) -> np.ndarray:
-        """The windows of a part of the array, as JAX asks for that of each device."""
+        """Read the windows for one part of the array; JAX calls this for each device."""
         part_of_steps, part_of_batch, _ = part
         part_starts = first_tokens[part_of_steps, part_of_batch]
         # One program takes `steps` windows however many are used. Reading the others from disk
@@ -63,7 +65,7 @@ def batches(
         windows[:count] = tokens[used_starts[..., None] + np.arange(block_size + 1)]
         return windows
 
-    if current_mesh().empty:  # uncommitted, as computed arrays are: no second compilation
+    if current_mesh().empty:  # uncommitted, like computed arrays, so that nothing is compiled twice
         everything = slice(None)
         return jnp.asarray(read((everything, everything, everything)))
     sharding = shardings(spec_of((None, "batch", None), shape, current_mesh()))
@@ -78,7 +80,7 @@ def batch(
     batch_size: int,
     block_size: int,
 ) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
-    """A step's inputs and targets, the inputs shifted by one token."""
+    """Return the inputs and targets of a step; the targets are the inputs shifted by one token."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
 
@@ -87,12 +89,12 @@ def batch(
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    """The offsets of windows in a text of `tokens` tokens.
+    """Return the offsets of random windows in a text of `tokens` tokens.
 
-    Raises ValueError for a text that is shorter than a window, or too long for offsets of 32 bits.
+    Raises ValueError if the text is shorter than a window or too long for 32-bit offsets.
     """
     positions = tokens - block_size
-    # a window is drawn as an offset of 32 bits: without jax_enable_x64 there are no wider ones
+    # Offsets are drawn as 32-bit integers: without jax_enable_x64, JAX has no wider ones.
     if not 0 < positions < 1 << 32:
         raise ValueError(
             f"{tokens} tokens are too few or too many for windows of {block_size + 1}: at least "
@@ -110,7 +112,7 @@ def _window_starts(
     steps: int,
     batch_size: int,
 ) -> Integer[Array, "{steps} {batch_size}"]:
-    # by the step and not by the steps before it: any step can be replayed, and a run resumed
+    # The key depends on the step alone, so that any step can be replayed and a run resumed.
     def starts_of_step(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.randint(key, (batch_size,), 0, positions, jnp.uint32)
@@ -134,7 +136,7 @@ def evaluation_windows(
     Int[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}+1"],
     Bool[np.ndarray, "{-(-(len(tokens)-1)//block_size//batch_size)} {batch_size} {block_size}"],
 ]:
-    """Non-overlapping windows that cover a split, and a mask that counts each target once.
+    """Return non-overlapping windows that cover a split, and a mask that counts each target once.
 
     The last batch is padded.
     """
@@ -153,13 +155,14 @@ def windows_by_number(
     Int[np.ndarray, "batches batch {block_size}+1"],
     Bool[np.ndarray, "batches batch {block_size}"],
 ]:
-    """Some of the non-overlapping windows that cover a split, and a mask of their targets.
+    """Return non-overlapping windows of a split by their numbers, and a mask of their targets.
 
-    A window past the end of the split is padding. From memory-mapped tokens only these are read.
+    A window past the end of the split is padding. Only these windows are read from memory-mapped
+    tokens.
     """
     last = len(tokens) - 1
     positions = numbers[..., None] * block_size + np.arange(block_size + 1)
-    # past the end the last token is repeated, and the mask leaves it out
+    # Past the end, the last token is repeated and the mask excludes it.
     windows = np.asarray(tokens)[np.minimum(positions, last)].astype(np.int32)
     is_counted = positions[..., 1:] <= last
     return windows, is_counted

@@ -1,4 +1,4 @@
-"""Corpora: the built-in one, tiny Shakespeare, and the user's files."""
+"""Text from corpora, files and folders."""
 
 import codecs
 import gzip
@@ -42,7 +42,7 @@ CODE = (
     ".rb", ".php", ".pl", ".pm", ".lua", ".sh", ".bash", ".ps1", ".hs", ".ml", ".ex", ".exs",
     ".erl", ".el", ".lisp", ".scm", ".lean", ".proto", ".cmake", ".yaml", ".yml", ".toml",
 )  # fmt: skip
-"""Suffixes of files that are read in folders, compressed or not: text and code."""
+"""Suffixes of text and code files that are read from folders, with or without compression."""
 PACKED = (".gz", ".zst")
 _TABLE = "a table, not text: save its column of text as JSON lines (.jsonl) or Parquet (.parquet)"
 _PAGES = "not text but a document with a layout: save its text as .txt"
@@ -67,21 +67,22 @@ _KINDS = {
     (".exe", ".dll", ".so", ".dylib", ".o", ".a", ".pyc", ".class", ".jar"): _PROGRAM,
 }
 NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
-"""What a file with a suffix is instead of text, and what to do."""
+"""The kind of file that a suffix stands for if it is not text, and what the user can do."""
 _PARQUET_ROWS = 1024
-"""The most rows that are read at once."""
+"""The largest number of rows in a batch."""
 _PARQUET_BATCH = 1 << 26
-"""The most characters that are read at once."""
+"""The largest number of characters in a batch."""
 _PARQUET_RATIO = 1000
-"""A file's bytes may stand for so many times as much text. Text is compressed to a fifth; a
-dictionary and runs of its values let 500 bytes claim terabytes."""
+"""The largest ratio of a Parquet file's text to its bytes. Compressed text takes about a fifth, but
+a dictionary and runs of its values let 500 bytes claim terabytes."""
 _LARGEST_PARQUET = 1 << 26
-"""So much text any file may have."""
+"""The number of characters that any Parquet file may have, however small it is."""
 _ROWS_PER_BYTE = 64
 _MOST_ROWS = 1 << 20
-"""So many rows any file may have, and so many more for each of its bytes."""
+"""The number of rows that any Parquet file may have, in addition to `_ROWS_PER_BYTE` for each
+byte."""
 _SMALL_PARQUET = 1 << 20
-"""Bytes; the batches of smaller files heed what a dictionary makes of them."""
+"""The size in bytes below which the batch size accounts for repeated values of a dictionary."""
 _FIRST_BYTES = {
     b"\x89PNG": _IMAGE,
     b"\xff\xd8\xff": _IMAGE,
@@ -97,36 +98,39 @@ _FIRST_BYTES = {
     b"\x7fELF": _PROGRAM,
 }
 _BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16's, which it begins with
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is a prefix of this one
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 _LOOKED_AT = 4096
-"""The bytes at the beginning of a file that tell its encoding."""
+"""The number of bytes at the beginning of a file from which its encoding is guessed."""
 KINDS_NAMED = 8
-"""Kinds of skipped files that are named, the rest are others."""
+"""The largest number of kinds of skipped files that a message names; it counts the rest as
+others."""
 LONGEST_WORD = 1 << 22
-"""Characters; a chunk ends inside a longer word."""
+"""The largest number of characters in a word; a chunk may end inside a longer word."""
 LONGEST_LINE = 1 << 26
-"""Bytes; a longer line of JSON is cut, and then refused."""
+"""The largest number of bytes in a line of JSON; a longer line is cut, so that it is an error."""
 
 Warn = Callable[[str], None]
-"""Called with a message for the user."""
+"""A function that shows a message to the user."""
 
 
 def read_text(sources: Sequence[str], **options: Any) -> str:
-    """The text of corpora, files and folders, concatenated, with the options of `read_blocks`."""
+    """Return the concatenated text of corpora, files and folders; `options` are those of
+    `read_blocks`."""
     return "".join(read_blocks(sources, **options))
 
 
 def read_stream(file: BinaryIO, name: str, *, universal_newlines: bool = True) -> str:
-    """The text of an open file; errors use this name."""
+    """Return the text of an open file; errors call it `name`."""
     return "".join(_with_newlines(_decoded(file, name, 1 << 30), "", universal_newlines))
 
 
 def corpus_versions(sources: Sequence[str]) -> dict[str, str]:
-    """The versions of the corpora among the sources: `pydocs` differs between Pythons."""
+    """Return the versions of the corpora among the sources: `pydocs` depends on the Python
+    version."""
     versions = {
         "shakespeare": f"SHA-256 {SHAKESPEARE_SHA256[:12]}…",
         "pydocs": f"Python {platform.python_version()}",
@@ -141,9 +145,10 @@ def text_chunks(
     longest_word: int | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """The text of `read_text` in chunks of about `chunk_size` characters.
+    """Yield the text of `read_text` in chunks of about `chunk_size` characters.
 
-    A chunk ends where all tokenizers split a text, or inside a word that is longer than any.
+    A chunk ends where every tokenizer splits the text, or inside a word that is longer than
+    `longest_word`.
     """
     longest_word = longest_word or LONGEST_WORD
     pending = ""
@@ -153,7 +158,7 @@ def text_chunks(
         while len(pending) >= enough:
             end = last_split_point(pending)
             if end == 0 and enough < longest_word:
-                enough += chunk_size  # a word goes on: with one more block it may end
+                enough += chunk_size  # the word may end in the next block
                 continue
             if end == 0:
                 end = enough
@@ -165,11 +170,11 @@ def text_chunks(
 
 
 def last_split_point(text: str) -> int:
-    """The last index between words, where all tokenizers split, or 0.
+    """Return the last index between words, where every tokenizer splits the text, or 0.
 
-    After a single newline if there is one, else before a space.
+    The index is after a single newline if there is one, else before a space.
     """
-    # tokenizers take several spaces and newlines together: none of them is split
+    # Tokenizers keep several spaces and newlines together, so none of these runs is split.
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, end)) > 0:
         if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
@@ -182,10 +187,11 @@ def last_split_point(text: str) -> int:
 
 
 def source_files(sources: Sequence[str], *, earlier: bool = False) -> list[tuple[str, int, int]]:
-    """The path, size and time of change of each file; `earlier` is an option of `read_blocks`."""
+    """Return the path, size and modification time of each file; `earlier` is as in
+    `read_blocks`."""
     files = []
     for source in sources:
-        if source == "pydocs":  # a module, and not a file
+        if source == "pydocs":  # This corpus is a Python module and has no file.
             continue
         for path in _files(source, earlier=earlier):
             status = path.stat()
@@ -205,13 +211,14 @@ def read_blocks(
     warn: Warn = lambda message: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
-    """The text of corpora, files and folders, up to `size` bytes of it at once.
+    """Yield the text of corpora, files and folders in blocks of at most `size` bytes.
 
-    With `universal_newlines`, CR LF and CR are read as newlines, and a file's byte-order mark is
-    dropped, with one warning. The documents of JSON lines and Parquet are the texts in `field`,
-    each followed by the separator. Versions before this one read other files of a folder: with
-    `earlier`, hidden files but no code; with `plain`, .txt alone, and every file that is named is
-    text. `advance` is called with the number of bytes read.
+    With `universal_newlines`, CR LF and CR become newlines, a file's byte-order mark is dropped,
+    and one warning says so. For JSON lines and Parquet, each document is the text in `field`,
+    followed by `separator`. Two options read folders as earlier versions did, so that old runs find
+    their text: `earlier` includes hidden files and excludes code; `plain` reads only .txt files,
+    and reads any file that is named as text. `advance` is called with the number of bytes read.
+    Raises ValueError for a file that is empty, damaged or not text.
     """
     changed = []
     for source in sources:
@@ -260,7 +267,7 @@ def _documents(file: BinaryIO, name: str, suffix: str, field: str) -> Iterator[s
 
 
 def python_reference() -> str:
-    """The topics of `help()`, in alphabetical order: about 0.47 million characters."""
+    """Return the topics of `help()` in alphabetical order, about 0.47 million characters."""
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
@@ -271,7 +278,10 @@ def python_reference() -> str:
 
 
 def shakespeare_file(warn: Warn = lambda message: None) -> Path:
-    """Tiny Shakespeare: in `$JGPT_DATA_DIR`, else in the user's cache, else downloaded there."""
+    """Return the path of tiny Shakespeare, which is downloaded into the user's cache if necessary.
+
+    A copy in `$JGPT_DATA_DIR` comes first, then the one in the cache.
+    """
     cached = Path(platformdirs.user_cache_dir("jgpt"), SHAKESPEARE_FILE)
     places = {"the cache": cached}
     folder = os.environ.get("JGPT_DATA_DIR")
@@ -298,7 +308,7 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
         write_file(cached, data)
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection open
+            error.close()  # the error keeps the connection open
         missing = ""
         if folder:
             missing = f", JGPT_DATA_DIR={folder} has no {SHAKESPEARE_FILE}"
@@ -324,7 +334,7 @@ def _files(
     earlier: bool = False,
     warn: Warn = lambda message: None,
 ) -> list[Path]:
-    """The files of a source; a line names what is skipped in a folder."""
+    """Return the files of a source; a warning names the files of a folder that are skipped."""
     if source == "shakespeare":
         return [shakespeare_file(warn)]
     path = Path(source)
@@ -341,7 +351,7 @@ def _files(
     runs = _run_directories(path)
     files = []
     skipped: Counter[str] = Counter()
-    # sorted, since the order of a file system is no one's: the same folder is the same text
+    # Sorted, since file systems differ in their order: the same folder gives the same text.
     for file in sorted(path.glob("**/*")):
         if not file.is_file():
             continue
@@ -377,7 +387,8 @@ def _why_missing(path: Path, source: str) -> str:
 
 
 def _run_directories(folder: Path) -> set[Path]:
-    """The runs in a folder: what they wrote, such as samples.txt, is no text to train on."""
+    """Return the run directories in a folder, whose files, such as samples.txt, are no training
+    text."""
     runs = set()
     for config in folder.glob("**/config.json"):
         run = config.parent
@@ -387,12 +398,12 @@ def _run_directories(folder: Path) -> set[Path]:
 
 
 def _is_hidden(file: Path) -> bool:
-    """Whether a file or a folder that it is in is hidden, as .git and .ipynb_checkpoints are."""
+    """Return whether a file or one of its folders is hidden, such as .git."""
     return any(part.startswith(".") for part in file.parts)
 
 
 def _listed(skipped: Counter[str], form: str) -> str:
-    """The kinds of files that were skipped, with their numbers, the most frequent ones first."""
+    """Return the number of skipped files of each kind, the most frequent kinds first."""
     if not skipped:
         return ""
     kinds = []
@@ -406,7 +417,7 @@ def _listed(skipped: Counter[str], form: str) -> str:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """The suffix of a file, and of its compression: .jsonl and .gz, say."""
+    """Return the suffix of a file and the suffix of its compression, such as .jsonl and .gz."""
     suffix = path.suffix.lower()
     if suffix in PACKED:
         return path.with_suffix("").suffix.lower(), suffix
@@ -430,7 +441,7 @@ class _CountingFile(io.FileIO):
 def _unpacked(
     file: BinaryIO, compression: str, path: Path
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-    """A file without its compression, and the errors of damaged data."""
+    """Return the decompressed file, and the exceptions that damaged data raises."""
     if compression == ".gz":
         return gzip.GzipFile(fileobj=file), (EOFError, gzip.BadGzipFile, zlib.error)
     if compression == ".zst":
@@ -440,7 +451,8 @@ def _unpacked(
 
 
 def _module(path: Path | str, extra: str, *names: str) -> Any:
-    """The first module that is installed, to read a path."""
+    """Import the first of several modules that is installed; the error says that `path` needs
+    it."""
     for name in names:
         try:
             return importlib.import_module(name)
@@ -458,7 +470,7 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         try:
             record = json.loads(line.decode("utf-8-sig"))
             text = record[field]
-            text.encode()  # a lone surrogate can't be
+            text.encode()  # raises for a lone surrogate
         except (KeyError, TypeError, AttributeError):
             raise ValueError(
                 Message(
@@ -473,7 +485,7 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 
 
 def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
-    """The texts of a column, read in batches of rows; a row without a text is left out."""
+    """Yield the texts of a column, read in batches of rows; rows without a text are skipped."""
     arrow = _module(name, "parquet", "pyarrow")
     parquet = _module(name, "parquet", "pyarrow.parquet")
     try:
@@ -489,7 +501,7 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             )
         column = schema.field(field).type
         value_type = column
-        if arrow.types.is_dictionary(column):  # as pandas writes a category
+        if arrow.types.is_dictionary(column):  # pandas writes categories like this
             value_type = column.value_type
         if value_type not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ValueError(
@@ -501,12 +513,12 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)
-        # what the file says of its size is not believed: its text is counted while it is read
+        # The size that a file claims is not trusted: its text is counted while it is read.
         room = _LARGEST_PARQUET + _PARQUET_RATIO * size
         for group in range(table.num_row_groups):
             rows = _PARQUET_ROWS
             if size < _SMALL_PARQUET:
-                # reads the group twice, which takes little time for a small file
+                # This reads the group twice, which is quick for a small file.
                 dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
                 rows = _rows_at_once(dictionaries, group, field)
             options = {"row_groups": [group], "columns": [field], "use_threads": False}
@@ -526,7 +538,7 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
 
 
 def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
-    """Raise ValueError for a Parquet file that claims far more than its bytes can hold."""
+    """Raise ValueError for a Parquet file that claims far more data than its bytes can hold."""
     claimed = 0
     for group_index in range(metadata.num_row_groups):
         group = metadata.row_group(group_index)
@@ -542,7 +554,7 @@ def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
 
 
 def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
-    """The rows to read at once, each of which may be the longest value of a dictionary."""
+    """Return the number of rows in a batch, as if each row had the dictionary's longest value."""
     options = {"row_groups": [group], "columns": [field], "use_threads": False}
     first = next(dictionaries.iter_batches(1, **options), None)
     if first is None:
@@ -550,13 +562,13 @@ def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
     values = first.column(0).dictionary.cast("large_string").to_pylist()
     longest = 1
     for value in values:
-        if value:  # null and the empty text are values too
+        if value:  # null and empty values count, too
             longest = max(longest, len(value))
     return max(1, min(_PARQUET_ROWS, _PARQUET_BATCH // longest))
 
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
-    """The text of UTF-8, decoded strictly in blocks; the last block is empty."""
+    """Yield UTF-8 text, decoded strictly in blocks; the last block is empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     received = 0
     block = None
@@ -568,18 +580,20 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
             beginning += block[:_LOOKED_AT]
         try:
             text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:  # its object is this block, after the last one's rest
+        except UnicodeDecodeError as error:
+            # The error's object is this block, with the undecoded bytes of the last one before it.
             place = received - len(error.object) + error.start
             unread = error.object[error.start :] + file.read(_LOOKED_AT)
             beginning += unread[len(error.object) - error.start :]
             reason = f"is not UTF-8 text: byte {place} can't be read"
-            # a letter of another encoding at the end may be taken for the first byte of several
+            # At the end of a file, a letter of another encoding can look like the first byte of a
+            # sequence.
             is_cut = error.reason == "unexpected end of data" and len(unread) > 1
             encoding = None
             if not is_cut:
                 encoding = _other_encoding(beginning, place, unread)
             raise ValueError(_why_not_text(name, reason, beginning, encoding)) from None
-        nul = block.find(b"\0")  # valid UTF-8, but in no text
+        nul = block.find(b"\0")  # valid UTF-8, but not text
         if nul >= 0:
             place = received - len(block) + nul
             beginning += file.read(_LOOKED_AT)
@@ -591,7 +605,7 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
 
 
 def _why_not_text(name: str, reason: str, beginning: bytes, encoding: str | None) -> str:
-    """What a file is that can't be read as UTF-8, and how to convert it."""
+    """Return the message for a file that is not UTF-8: what it is, and how to convert it."""
     for first_bytes, kind in _FIRST_BYTES.items():
         if beginning.startswith(first_bytes):
             return f"{name} is {kind}"
@@ -606,11 +620,11 @@ def _why_not_text(name: str, reason: str, beginning: bytes, encoding: str | None
 
 
 def _encoding_with_nuls(beginning: bytes) -> str | None:
-    """The encoding of a text that has bytes of 0, as iconv calls it; None for what is no text."""
+    """Return the encoding of text with zero bytes, by the name that iconv uses, or None."""
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if beginning.startswith(mark):
             return encoding
-    # without a mark: one of the two bytes of each Latin letter is 0
+    # Without a byte-order mark, one of the two bytes of each Latin letter is 0.
     even = beginning[0::2]
     odd = beginning[1::2]
     if len(odd) < 2:
@@ -623,20 +637,20 @@ def _encoding_with_nuls(beginning: bytes) -> str | None:
 
 
 def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
-    """The encoding, as iconv calls it, of a text whose byte at a place is not UTF-8, or None.
+    """Return the encoding of text whose byte at `place` is not UTF-8, by iconv's name, or None.
 
-    `unread` is what follows from that byte.
+    `unread` are the bytes from that place on.
     """
     encoding = _encoding_with_nuls(beginning)
     if encoding is not None:
         return encoding
-    if not beginning[:place].isascii():  # UTF-8 until then: damaged, or of several encodings
+    if not beginning[:place].isascii():  # UTF-8 up to this byte: damaged, or of several encodings
         return None
     try:
         text = (beginning + unread).decode("cp1252")
-    except UnicodeDecodeError:  # five bytes have no character
+    except UnicodeDecodeError:  # Windows-1252 has no character for five bytes
         return None
-    # text has no control characters, but newlines, tabs and page breaks
+    # Text has no control characters except newlines, tabs and page breaks.
     if any(ord(letter) < 32 and letter not in "\t\n\r\f" for letter in text):
         return None
     return "WINDOWS-1252"
@@ -645,16 +659,17 @@ def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
 def _with_newlines(
     pieces: Iterator[str], end: str, universal_newlines: bool
 ) -> Generator[str, None, tuple[int, bool]]:
-    """Documents, each with an end, or without an end the blocks of one text.
+    """Yield the documents, each followed by `end`; if `end` is empty, yield the blocks of one text.
 
-    Returns their length, and whether newlines or a byte-order mark were replaced.
+    Returns the length, and whether newlines or a byte-order mark were replaced.
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     length = 0
     has_mark = False
     for piece in pieces:
         if universal_newlines:
-            # a carriage return at the end of a block waits for the next one, and of a document not
+            # A carriage return at the end of a block may belong to the next block's newline; at the
+            # end of a document it does not.
             is_last = end != "" or piece == ""
             piece = newlines.decode(piece, final=is_last)
             is_beginning = end == "" and length == 0 and not has_mark

@@ -45,48 +45,49 @@ TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
 NANOGPT = ("train.bin", "val.bin")
-"""The tokens that nanoGPT's prepare.py writes into a folder."""
+"""The files that nanoGPT's prepare.py writes into a folder."""
 DONE_FILE = "done.json"
-"""The numbers of characters and tokens prepared so far."""
+"""The file with the numbers of characters and tokens that are prepared so far."""
 LLM_C_MAGIC = (20240520, 20240801)
-"""The first number of its files of tokens, of GPT-2's and of Llama 3's."""
+"""The first number in llm.c's token files, for GPT-2 and Llama 3."""
 LLM_C_HEADER = 1024
-"""Bytes."""
+"""The size of the header in bytes."""
 SURELY_WIDER = 16
-"""With so many tokens it is no chance that every other one is 0."""
+"""The number of tokens from which it cannot be chance that every second one is 0."""
 SECONDS_BETWEEN_SAVES = 2.0
-"""So much work a process that is stopped loses."""
+"""The largest amount of work, in seconds, that is lost when the process is stopped."""
 SECONDS_BETWEEN_LOOKS = 0.5
-"""While another process tokenizes the same text."""
+"""The interval of the checks while another process tokenizes the same text."""
 SECONDS_UNUSED = 30 * 24 * 3600
-"""After so long the tokens of a text are deleted from the cache."""
+"""The time after which unused tokens of a text are deleted from the cache."""
 LARGE_TEXT = 1 << 26
-"""Bytes; the tokens of a larger text are kept in the user's cache, those of others in memory."""
+"""The size in bytes above which the tokens of a text go to the user's cache instead of memory."""
 PIECE = 1 << 18
-"""Characters of a text that are encoded at once; threads hold a few of them as tokens, too."""
+"""The number of characters encoded at once; each thread holds a few pieces and their tokens."""
 DOCUMENT = 1 << 14
-"""Characters of a text from which byte-pairs are learned at once. The library reads 256 such parts
-ahead, and takes some 20 bytes of memory for each byte of those that it splits into words."""
+"""The number of characters in each text that byte-pairs are learned from. The tokenizers library
+reads 256 such texts ahead, and splitting them into words takes some 20 bytes of memory for each
+byte."""
 DECODED_AT_ONCE = 1 << 20
-"""Tokens."""
+"""The number of tokens decoded at once."""
 CHECKED_AT_ONCE = 1 << 24
-"""Tokens."""
+"""The number of tokens checked at once."""
 HASHED_AT_ONCE = 1 << 20
-"""Tokens; they take four bytes each while they are hashed."""
+"""The number of tokens hashed at once, which take four bytes each during that time."""
 
 
 @dataclass(frozen=True)
 class KnownText:
-    """What tells a text from another, to train on the same one again."""
+    """The identity of a run's text, with which a resumed run finds the same text again."""
 
     tokens_digest: str
     """SHA-256 of all tokens."""
     digest: str | None
     """SHA-256 of the text; None for prepared data, which has only tokens, and in old runs."""
     versions: dict[str, str]
-    """The versions of the corpora it is made of."""
+    """The versions of the corpora in the text."""
     sources: tuple[str, ...] = field(default=(), compare=False)
-    """The data that a run names, if there is one."""
+    """The data sources that the run names; empty if it names none."""
 
 
 @host_record
@@ -97,7 +98,7 @@ class Dataset:
     train: Integer[np.ndarray, " tokens"]
     validation: Integer[np.ndarray, " held_out"]
     test: Integer[np.ndarray, " unseen"]
-    """Empty by default."""
+    """The test split, empty by default."""
     tokenizer: Tokenizer
     text: KnownText
 
@@ -112,12 +113,12 @@ def load_dataset(
     warn: Warn = lambda message: None,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> Dataset:
-    """Read, tokenize and split the data of a config, with a given tokenizer or a new one.
+    """Read, tokenize and split the data of a config, with `tokenizer` or a new one.
 
     A text of more than `LARGE_TEXT` bytes is tokenized once, into a folder of the user's cache that
-    a line names. `progress` is called often, with the fraction that is tokenized: 0 while a text is
-    read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for text
-    that can't be read or encoded, is too short, or differs from the known text.
+    a warning names. `progress` is called often with the fraction that is tokenized: 0 while the
+    text is read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for
+    text that can't be read or encoded, is too short, or differs from the `known` text.
     """
     path = _find_tokens(config, known)
     if path is None:
@@ -137,7 +138,7 @@ def load_dataset(
 
 
 def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
-    """The first source that has tokens; None if all of them are text."""
+    """Return the path of the first source that contains tokens, or None if all sources are text."""
     is_known_text = known is not None and known.digest is not None
     for source in config.data:
         if _has_tokens(Path(source), is_known_text):
@@ -146,7 +147,7 @@ def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
 
 
 def _require_a_block(name: str, split: Any, block_size: int) -> None:
-    if len(split) > block_size:  # one more token, the target of the last one
+    if len(split) > block_size:  # one more token is the target of the last input
         return
     raise ValueError(
         Message(
@@ -160,14 +161,14 @@ def _require_a_block(name: str, split: Any, block_size: int) -> None:
 @host_record
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokens that are not split yet, or those of training and validation."""
+    """Tokens before they are split, or the tokens of training and validation."""
 
     tokens: Integer[np.ndarray, " tokens"]
-    """Those of training if the validation split is given."""
+    """All tokens, or the training tokens if there is a validation split."""
     tokenizer: Tokenizer
     validation: Integer[np.ndarray, " held_out"] | None = None
     text_digest: str | None = None
-    """None for prepared data."""
+    """SHA-256 of the text; None for prepared data."""
 
 
 @typed
@@ -178,11 +179,12 @@ def _split(
     Integer[np.ndarray, " held_out"],
     Integer[np.ndarray, " unseen"],
 ]:
-    """The tokens of training, validation and test."""
+    """Split the tokens into training, validation and test."""
     tokens = loaded.tokens
     if loaded.validation is not None:
         return tokens, loaded.validation, loaded.validation[:0]
-    # by position, since windows of one part overlap: validation is of text that no step has seen
+    # The split is by position, since windows of one part overlap: no training step sees validation
+    # text.
     train_end = int(len(tokens) * (1 - config.held_out_fraction))
     validation_end = int(len(tokens) * (1 - config.test_fraction))
     return tokens[:train_end], tokens[train_end:validation_end], tokens[validation_end:]
@@ -195,7 +197,7 @@ def _digest_of(loaded: _Tokens) -> str:
 
 
 def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
-    """The tokens that `jgpt prepare` or nanoGPT's prepare.py has written."""
+    """Return the tokens that `jgpt prepare` or nanoGPT's prepare.py wrote."""
     if len(config.data) > 1:
         raise ValueError(f"prepared data {path} can't be mixed with other data")
     validation = None
@@ -227,7 +229,7 @@ def _load_text(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> _Tokens:
-    if tokenizer is None and config.tokenizer in ("byte", "gpt2"):  # which need no text
+    if tokenizer is None and config.tokenizer in ("byte", "gpt2"):  # these tokenizers need no text
         tokenizer = _make_tokenizer(config, tuple)
     text = _read(config, tokenizer, known, warn, progress)
     if text.pieces is None:
@@ -244,7 +246,7 @@ def _load_text(
 
 
 class _Fraction:
-    """The fraction of what is to be read that has been read, reported as it grows."""
+    """A counter of the bytes that have been read, which reports their fraction."""
 
     def __init__(self, size: int, report: Callable[[float], None]) -> None:
         self.size = size
@@ -253,11 +255,11 @@ class _Fraction:
         self.done = 0
 
     def add_pass(self) -> None:
-        """Everything is read once more."""
+        """Add one more pass over the text to the total."""
         self.total += self.size
 
     def add(self, count: int) -> None:
-        """So many bytes were read."""
+        """Add `count` bytes to those read, and report the fraction."""
         self.done += count
         self.report(self.done / max(self.total, self.done, 1))
 
@@ -269,19 +271,20 @@ class _Text:
     digest: str
     """SHA-256 of its UTF-8."""
     size: int
-    """Bytes of UTF-8."""
+    """Its size in bytes of UTF-8."""
     options: dict[str, Any]
-    """Those of `read_blocks` with which it is read again."""
+    """The options of `read_blocks` with which it is read again."""
     pieces: deque[mmap.mmap] | None
-    """UTF-8, which takes a byte for most characters where a string may take four; None for a text
-    that is too large for memory.
+    """The text as UTF-8, which takes one byte for most characters, where a string may take four.
+    None for a text that is too large for memory.
 
-    Each piece has pages of its own, which go back to the system when it has been encoded. Of bytes
-    objects the allocator would keep them beside the tokens: 2.8 bytes of memory for a byte of text
-    instead of 1.6."""
+    Each piece has its own pages, which return to the system once the piece is encoded. With bytes
+    objects, the allocator would keep the memory beside the tokens: 2.8 bytes for a byte of text
+    instead of 1.6.
+    """
 
     def parts(self, bytes_read: _Fraction) -> Iterator[str]:
-        """The pieces as text."""
+        """Yield the pieces as text."""
         assert self.pieces is not None
         for piece in self.pieces:
             bytes_read.add(len(piece))
@@ -289,13 +292,15 @@ class _Text:
 
 
 def _read_options(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Options of `read_blocks`. Documents end with `<|endoftext|>` if the tokenizer has it.
+    """Return the options of `read_blocks`. Documents end with `<|endoftext|>` if the tokenizer has
+    it.
 
-    If it has tokens that begin a text, these are between them, as transformers encodes each.
+    Tokens that begin a text are placed between documents, too, as when transformers encodes each
+    document.
     """
     separator = "\n"
     if tokenizer is None:
-        has_end = config.tokenizer == "bpe"  # byte-pairs that are trained have it
+        has_end = config.tokenizer == "bpe"  # trained byte-pairs have this token
     else:
         is_bpe = isinstance(tokenizer, tokenizers.BPETokenizer)
         has_end = is_bpe and tokenizer.end_of_text is not None
@@ -319,12 +324,12 @@ def _read(
 ) -> _Text:
     """Read a text. Raises ValueError if it is not the known one.
 
-    It is read as earlier versions did if that gives the known text.
+    If the files as earlier versions read them give the known text, they are read that way.
     """
     options = _read_options(config, tokenizer)
     if known is not None and known.digest is not None:
         for version in ({}, {"earlier": True}, {"plain": True}):
-            # kept back: what an attempt that fails has to say is of no use to anyone
+            # Warnings are kept back, since those of a failed attempt are useless to the user.
             warnings: list[str] = []
             with contextlib.suppress(ValueError, FileNotFoundError):
                 text = _read_once(config.data, options | version, warnings.append, progress)
@@ -332,7 +337,7 @@ def _read(
                     for line in warnings:
                         warn(line)
                     return text
-    # a new text, or once more a text that has changed, for the error that says so
+    # This reads a new text, or a changed text once more, to raise the error that says so.
     try:
         text = _read_once(config.data, options, warn, progress)
     except FileNotFoundError as error:
@@ -358,14 +363,14 @@ def _read_once(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> _Text:
-    # what comes from a pipe can't be read again: it is kept, however long it is
+    # A pipe can't be read twice, so its text is kept in memory, however long it is.
     is_kept = any(_is_read_once(Path(source)) for source in sources)
     digest = hashlib.sha256()
     size = 0
     pieces: deque[mmap.mmap] | None = deque()
-    # no word is cut below that length: the tokens are those of the whole text
+    # No shorter word is cut, so the tokens are those of the whole text.
     for chunk in text_chunks(sources, PIECE, longest_word=LARGE_TEXT, warn=warn, **options):
-        progress(0.0)  # nothing is tokenized yet, but whoever is asked to stop learns of it here
+        progress(0.0)  # Nothing is tokenized yet; this call lets the caller stop.
         piece = chunk.encode()
         digest.update(piece)
         size += len(piece)
@@ -391,7 +396,7 @@ def _tokenized_in_memory(
         tokenizer = _make_tokenizer(config, lambda: text.parts(bytes_read))
     try:
         tokens = _encode(tokenizer, text, bytes_read)
-    except ValueError as error:  # of a text that the run's tokenizer does not know
+    except ValueError as error:  # for a character that the run's tokenizer lacks
         if known is None or not _is_elsewhere(config, known):
             raise
         raise _other_text(config, known, str(error)) from None
@@ -406,16 +411,16 @@ def _is_read_once(path: Path) -> bool:
 def _encode(
     tokenizer: Tokenizer, text: _Text, bytes_read: _Fraction
 ) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a text in memory, in the narrowest type. The text's pieces are used up."""
+    """Encode a text in memory into the narrowest dtype; this consumes the text's pieces."""
     dtype = token_dtype(tokenizer)
-    # Pages of zeros take no memory until they are written, so room for a token for each byte costs
-    # nothing; and XLA's CPU client shares memory that begins with a page, and copies other memory.
+    # Pages of zeros take no memory until they are written, so room for one token for each byte is
+    # free. XLA's CPU client shares memory that begins at a page, and copies other memory.
     buffer = mmap.mmap(-1, max(text.size, 1) * dtype.itemsize)
     end = 0
     for _, tokens in encode_each(tokenizer, _used_up(text.pieces, bytes_read), dtype):
         start = end
         end += len(tokens)
-        while end > len(buffer):  # a normaliser may make a text longer
+        while end > len(buffer):  # a normaliser may lengthen a text
             buffer = _twice_as_long(buffer)
         buffer[start:end] = tokens
     return np.frombuffer(buffer, dtype, end // dtype.itemsize)
@@ -445,7 +450,10 @@ def _tokenized_in_cache(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> Path:
-    """The folder with the tokens of a text, tokenized now or by an earlier or another process."""
+    """Tokenize a text into the cache, or find the tokens of an earlier or another process.
+
+    Returns their folder.
+    """
     cache = Path(platformdirs.user_cache_dir("jgpt"), "prepared")
     folder = cache / _cache_name(cache, config, text, tokenizer)
     if not (folder / INDEX_FILE).is_file():
@@ -468,14 +476,14 @@ def _tokenized_in_cache(
         except FileExistsError:
             if not (folder / INDEX_FILE).is_file():
                 raise
-        except FileNotFoundError:  # of the text
+        except FileNotFoundError:  # the text's file is missing
             raise
         except OSError as error:
             raise OSError(
                 f"{error}; the tokens of a text above {LARGE_TEXT / 1e6:.0f} MB are kept there: "
                 "make room, or write them elsewhere with `jgpt prepare` and train on that folder"
             ) from error
-    os.utime(folder)  # it is in use
+    os.utime(folder)  # marks the folder as used
     return folder
 
 
@@ -490,7 +498,7 @@ def _write_text_in_cache(
     bytes_read = _Fraction(text.size, progress)
 
     def read() -> Iterator[str]:
-        """The text once more. Raises ValueError if it is not the one whose digest was taken."""
+        """Read the text again. Raises ValueError if its digest has changed."""
         digest = hashlib.sha256()
         for chunk in text_chunks(config.data, **text.options):
             piece = chunk.encode()
@@ -510,10 +518,10 @@ def _write_text_in_cache(
 
 
 def _cache_name(cache: Path, config: DataConfig, text: _Text, tokenizer: Tokenizer | None) -> str:
-    """The name of the folder for the tokens of a text: by the text, and by the tokenizer.
+    """Return the name of the cache folder for a text and a tokenizer.
 
-    A run that is resumed has its tokenizer. Its first start had none, and named the folder by what
-    tokenizer it asked for.
+    A resumed run has a tokenizer. A new run has none yet, so the name depends on the tokenizer that
+    its config asks for.
     """
     asked: list[Any] = [config.tokenizer]
     if config.tokenizer == "bpe":
@@ -528,7 +536,7 @@ def _cache_name(cache: Path, config: DataConfig, text: _Text, tokenizer: Tokeniz
 
 
 def _remove_unused(cache: Path) -> None:
-    """Delete what no run has used for a month, and what processes that were stopped have left."""
+    """Delete folders that no run has used for a month, and the remains of stopped processes."""
     oldest = time.time() - SECONDS_UNUSED
     for path in cache.glob("*"):
         with contextlib.suppress(OSError):
@@ -552,11 +560,11 @@ def _sources(config: DataConfig) -> str:
 
 @typed
 def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer) -> int:
-    """The number of characters that begin in tokens."""
+    """Return the number of characters that begin in these tokens."""
     count = 0
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         text = tokenizer.decode(tokens[start : start + DECODED_AT_ONCE])
-        # a character that began before decodes to replacement characters
+        # A character that began in earlier tokens decodes to replacement characters.
         count += len(text.lstrip("\N{REPLACEMENT CHARACTER}"))
     return count
 
@@ -564,7 +572,7 @@ def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenize
 def _require_known(
     config: DataConfig, known: KnownText, kind: str, found: str, wanted: str
 ) -> None:
-    """Raise ValueError if a SHA-256 isn't the wanted one; `kind` tells what it is of."""
+    """Raise ValueError if the SHA-256 `found` isn't `wanted`; `kind` names what was hashed."""
     if found == wanted:
         return
     differs = f"SHA-256 {kind}{found[:12]}…, not {wanted[:12]}…"
@@ -588,7 +596,7 @@ def _require_known(
 
 
 def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
-    """Whether a run is resumed with other data than it names."""
+    """Return whether a resumed run names other data than before."""
     return known.sources not in ((), config.data)
 
 
@@ -613,9 +621,9 @@ def prepare(
 ) -> int:
     """Tokenize text of any size into a folder to train from; return the number of tokens.
 
-    The folder holds the tokens as uint16 or uint32, the tokenizer and an index. It appears whole or
-    not at all. Continues what a killed process has prepared of the same text. `progress` is called
-    with the fraction read.
+    The folder holds the tokens as uint16 or uint32, the tokenizer and an index. The finished folder
+    is renamed into place. If an earlier process was killed while it prepared the same text, this
+    continues its work. `progress` is called with the fraction read.
     """
     for source in config.data:
         if _is_read_once(Path(source)):
@@ -635,7 +643,7 @@ def prepare(
     def read_for(tokenizer: Tokenizer) -> Iterable[str]:
         return read(tokenizer, warn=warn)
 
-    # a process that was stopped is continued for the same files and options alone
+    # Only the work of a process with the same files and options is continued.
     content = json.dumps([asdict(config), files, corpus_versions(config.data)])
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
         return _write_tokens(partial, make_tokenizer, read_for, warn)
@@ -649,7 +657,7 @@ def _write_tokens(
 ) -> int:
     """Write the tokens of a text, the tokenizer and the index; return the number of tokens.
 
-    Continues what a process that was stopped has left in the folder.
+    Continues the work of a stopped process in the same folder.
     """
     tokenizer_file = partial / TOKENIZER_FILE
     done_file = partial / DONE_FILE
@@ -674,8 +682,8 @@ def _write_tokens(
             done += length
             count += len(data) // dtype.itemsize
             if time.monotonic() > saved + SECONDS_BETWEEN_SAVES:
-                # the numbers only once the tokens are on disk: after a power cut they must not say
-                # more than there is
+                # The numbers are written after the tokens are on disk: after a power cut they must
+                # not exceed them.
                 file.flush()
                 os.fsync(file.fileno())
                 write_file(done_file, json.dumps([done, count]))
@@ -687,9 +695,9 @@ def _write_tokens(
 
 
 def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
-    """The characters and tokens that a killed process has prepared.
+    """Return the numbers of characters and tokens that a killed process has prepared.
 
-    None if the file of tokens doesn't reach that far, since it would be filled up with zeros.
+    Both are 0 if the file of tokens is shorter than that, since it would be padded with zeros.
     """
     try:
         done, count = json.loads(read_file(partial / DONE_FILE))
@@ -702,7 +710,7 @@ def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
 
 
 def _has_tokens(path: Path, is_text: bool) -> bool:
-    """Whether a path has tokens. A run's own text may lie beside those of nanoGPT."""
+    """Return whether a path contains tokens. A run's own text may lie beside nanoGPT's tokens."""
     if (path / INDEX_FILE).is_file():
         return True
     if is_text:
@@ -732,7 +740,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
 
 
 def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
-    """The tokenizer that the config names, or the one beside the tokens."""
+    """Return the tokenizer that the config names, or the one beside the tokens."""
     if config.tokenizer in ("gpt2", "byte"):
         return _make_tokenizer(config, tuple)
     folder = path if path.is_dir() else path.parent
@@ -751,10 +759,10 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
 
 @typed
 def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a file that has nothing else, as nanoGPT's prepare.py writes it.
+    """Open a file that contains only tokens, as nanoGPT's prepare.py writes it.
 
-    Nothing in the file tells the width of a token: it is the one that the vocabulary needs. Raises
-    ValueError for files that others write.
+    The file doesn't record the width of a token, which follows from the size of the vocabulary.
+    Raises ValueError for other formats.
     """
     dtype = file_dtype(tokenizer)
     with path.open("rb") as file:
@@ -771,7 +779,7 @@ def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, "
         )
     vocabulary = f"the {dtype} tokens of a vocabulary of {tokenizer.vocab_size:,}"
     tokens = _open_tokens(path, dtype, tokenizer, vocabulary)
-    # small numbers of twice the width: the upper half of each is 0
+    # Small numbers of twice the width have an upper half of 0.
     if dtype == np.uint16 and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
         raise ValueError(
             f"{path} seems to have uint32 tokens, every other uint16 in it is 0: write {vocabulary}"
@@ -788,7 +796,7 @@ def _open_tokens(
         described = described or f"{dtype} tokens"
         raise ValueError(f"{path} has {size} bytes, which are not {described}")
     tokens = np.memmap(path, dtype, mode="r")
-    # an embedding gives NaN for such a token, and no error: it is looked for once, here
+    # An embedding returns NaN for such a token, without an error, so they are checked once here.
     largest = 0
     for start in range(0, len(tokens), CHECKED_AT_ONCE):
         largest = max(largest, int(tokens[start : start + CHECKED_AT_ONCE].max()))
@@ -807,7 +815,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         case "bpe":
             return tokenizers.BPETokenizer.train(_documents(texts()), config.bpe_vocab_size)
         case "gpt2":
-            assert config.tokenizer_files is not None  # the config checks that
+            assert config.tokenizer_files is not None  # the config ensures this
             return tokenizers.BPETokenizer.from_gpt2(config.tokenizer_files)
         case "char":
             characters: set[str] = set()
@@ -819,7 +827,7 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
 
 
 def _documents(texts: Iterable[str]) -> Iterator[str]:
-    """Texts in parts of at most `DOCUMENT` characters, or more where a word is longer."""
+    """Yield texts of at most `DOCUMENT` characters, or more where a word is longer."""
     for text in texts:
         start = 0
         end = DOCUMENT
@@ -837,13 +845,13 @@ def _documents(texts: Iterable[str]) -> Iterator[str]:
 def _digest(
     tokens: Integer[np.ndarray, " tokens"], held_out: Integer[np.ndarray, " held_out"] | None = None
 ) -> Any:
-    """The SHA-256 of all tokens."""
+    """Return the SHA-256 of all tokens."""
     digest = hashlib.sha256()
     parts = [tokens]
     if held_out is not None:
         parts.append(held_out)
     for part in parts:
         for start in range(0, len(part), HASHED_AT_ONCE):
-            # as of one width and byte order, whatever they have in memory
+            # Hashed with one width and byte order, independent of the dtype in memory.
             digest.update(part[start : start + HASHED_AT_ONCE].astype("<u4").data)
     return digest

@@ -1,4 +1,4 @@
-"""Tokenizers: characters, bytes, byte-pairs; JSON on disk."""
+"""Tokenizers for characters, bytes and byte-pairs, which are saved as JSON."""
 
 import contextlib
 import functools
@@ -27,24 +27,24 @@ from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_GROWTH = 16
-"""How many times longer than a text its tokens may make it, in a tokenizer that is read."""
+"""The largest factor by which a tokenizer that is read may lengthen a text."""
 LONG_TEXT = 1 << 16
-"""Characters; for shorter texts making tiktoken's encoder does not pay."""
+"""The number of characters from which a text repays the time to make tiktoken's encoder."""
 LONG_WORD = 1 << 12
-"""Bytes; longer words are cut for training, which takes quadratic time."""
+"""The number of bytes at which words are cut in training, which takes quadratic time."""
 LONGEST_PROBE = 3.0
-"""Seconds in which regular expressions must read a few words; those in use take milliseconds."""
+"""The seconds in which regular expressions must read a few words; usual ones take milliseconds."""
 MAX_THREADS = 8
 NO_TOKEN = -1
-"""In a table of tokens, of code points that the vocabulary lacks."""
+"""The entry in a table of tokens for code points that the vocabulary lacks."""
 CHARACTERS_AT_ONCE = 1 << 18
-"""Characters that are encoded at once: code points take four bytes for each."""
+"""The number of characters encoded at once, since code points take four bytes each."""
 CONTEXT = 256
-"""Characters before a part of a text that are encoded with it, where its beginning may matter."""
+"""The number of characters before a part of a text that are encoded with it as context."""
 UNUSED_BYTE = "<0xFF>"
 """The name of byte 255 as a special token."""
 _UNUSED_LETTER = "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"
-"""What byte 255 is in the byte-level alphabet."""
+"""The letter that stands for byte 255 in the byte-level alphabet."""
 UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
@@ -62,13 +62,13 @@ class CharTokenizer:
             raise ValueError("a character vocabulary must be sorted, unique and not empty")
         self.characters = characters
         code_points = np.frombuffer(characters.encode(*UTF_32), np.uint32)
-        # the token of each code point; the last entry stands for all code points above the largest
+        # The token of each code point; the last entry is for all code points above the largest one.
         self._token_of = np.full(int(code_points[-1]) + 2, NO_TOKEN, np.int32)
         self._token_of[code_points] = np.arange(len(characters))
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """The tokenizer of the characters in a text."""
+        """Make a tokenizer of the characters in `text`."""
         if not isinstance(text, str):
             raise TypeError(f"the text must be a string, not {type(text).__name__}")
         return cls("".join(sorted(set(text))))
@@ -80,14 +80,14 @@ class CharTokenizer:
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """The index of each character. Raises ValueError for one outside the vocabulary."""
+        """Return the index of each character. Raises ValueError for one outside the vocabulary."""
         return self._encode_at(text, 0)
 
     @typed
     def _encode_at(self, text: str, offset: int) -> Tokens:
-        """The index of each character of a part that begins at this offset of a text."""
+        """Encode a part of a text; `offset` is its place in the text, for error messages."""
         tokens = np.empty(len(text), np.int32)
-        # code points take four bytes for a character: they are made for a part at a time
+        # Code points take four bytes each, so they are made for a part of the text at a time.
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
             part = text[start : start + CHARACTERS_AT_ONCE]
             code_points = np.frombuffer(part.encode(*UTF_32), np.uint32)
@@ -111,18 +111,18 @@ class CharTokenizer:
 
     @typed
     def decode(self, tokens: AnyTokens) -> str:
-        """The characters of tokens."""
+        """Join the characters of tokens."""
         return "".join(self.characters[token] for token in _in_range(tokens, self.vocab_size))
 
     def to_json(self) -> str:
-        """Serialise."""
+        """Return the tokenizer as JSON."""
         return json.dumps({"type": "char", "characters": self.characters})
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The same tokens in the tokenizers library, which drops unknown characters.
+        """Convert to the tokenizers library, which drops unknown characters.
 
-        Byte-pair encoding without merges leaves each character a token of its own. Raises
-        ValueError for a lone surrogate, which the library can't hold.
+        Byte-pair encoding without merges keeps each character as a token. Raises ValueError for a
+        lone surrogate, which the library can't represent.
         """
         try:
             self.characters.encode()
@@ -147,7 +147,7 @@ class ByteTokenizer:
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """The text's UTF-8 bytes."""
+        """Return the UTF-8 bytes of `text`."""
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
 
     @typed
@@ -156,13 +156,13 @@ class ByteTokenizer:
         return bytes(_in_range(tokens, self.vocab_size)).decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """Serialise."""
+        """Return the tokenizer as JSON."""
         return json.dumps({"type": "byte"})
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The same tokens in the tokenizers library: byte-pair encoding without merges."""
+        """Convert to byte-pair encoding without merges in the tokenizers library."""
         backend = _byte_level(tokenizers.models.BPE(vocab=bytes_of_letters(), merges=[]))
-        # without the regular expression that finds words
+        # without the regular expression that splits words
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=False
         )
@@ -170,10 +170,10 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding on the tokenizers library; tiktoken encodes long texts.
+    """Byte-level byte-pair encoding with the tokenizers library; tiktoken encodes long texts.
 
-    Where the library's post-processor adds special tokens to a text, such as Llama's beginning of
-    a text, so does `encode`, unless `adds_special_tokens` is False.
+    `encode` adds the special tokens that the library's post-processor adds to a text, such as
+    Llama's beginning of text, unless `adds_special_tokens` is False.
     """
 
     def __init__(
@@ -201,13 +201,13 @@ class BPETokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Learn merges from texts up to `vocab_size` tokens.
 
-        `<|endoftext|>`, which ends documents, is a token too, in place of a byte that no text has.
-        Programs that read an export need such a special token inside the model's vocabulary. No
-        merges are learned from its text.
+        `<|endoftext|>`, which ends documents, is one of the tokens and takes the place of a byte
+        that never occurs in text. Programs that read an export need such a special token inside the
+        model's vocabulary. No merges are learned from its text.
         """
         backend = _byte_level(tokenizers.models.BPE())
         words = backend.pre_tokenizer
-        # while merges are learned, long words are cut
+        # Long words are cut while merges are learned.
         parts = tokenizers.pre_tokenizers.FixedLength(LONG_WORD)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
         trainer = tokenizers.trainers.BpeTrainer(
@@ -227,13 +227,14 @@ class BPETokenizer:
         adds_special_tokens: bool = True,
         vocab_size: int | None = None,
     ) -> Self:
-        """The tokenizer of a Hugging Face `tokenizer.json`.
+        """Read the tokenizer in a Hugging Face `tokenizer.json`.
 
-        Raises ValueError if it may make a text much longer, or its regular expressions take too
-        long.
+        Raises ValueError if it could make a text much longer, or if its regular expressions take
+        too long.
         """
         values = dict(values)
-        # texts are encoded whole, and always alike: BPE dropout (Provilkov et al. 2020) draws
+        # Texts are encoded deterministically and without truncation; BPE dropout (Provilkov et al.
+        # 2020) is random.
         values["model"] = values["model"] | {"dropout": None}
         values["truncation"] = None
         values["padding"] = None
@@ -249,14 +250,15 @@ class BPETokenizer:
 
     @classmethod
     def from_gpt2(cls, directory: str | Path) -> Self:
-        """GPT-2's tokenizer, from `encoder.json` and `vocab.bpe` or `vocab.json` and `merges.txt`.
+        """Read GPT-2's tokenizer from `encoder.json` and `vocab.bpe`, or `vocab.json` and
+        `merges.txt`.
 
         `<|endoftext|>` in a text is encoded as that token.
         """
         directory = Path(directory)
         for vocabulary_file, merges_file in (
             ("encoder.json", "vocab.bpe"),  # OpenAI's names
-            ("vocab.json", "merges.txt"),  # those of transformers
+            ("vocab.json", "merges.txt"),  # transformers' names
         ):
             vocabulary = directory / vocabulary_file
             merges = directory / merges_file
@@ -276,7 +278,7 @@ class BPETokenizer:
     def with_added_tokens(
         self, tokens: Iterable[tokenizers.AddedToken], largest_size: int
     ) -> "BPETokenizer":
-        """This tokenizer with more tokens, while its vocabulary is below `largest_size`."""
+        """Return a copy with more tokens, up to a vocabulary of `largest_size`."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         for token in tokens:
             is_new = backend.token_to_id(token.content) is None
@@ -289,24 +291,24 @@ class BPETokenizer:
         return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
 
     def added_tokens(self) -> set[str]:
-        """The texts of the tokens that are found in a text before it is split into words."""
+        """Return the texts of tokens that are matched before a text is split into words."""
         return {token.content for token in self._backend.get_added_tokens_decoder().values()}
 
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
-        """This tokenizer, with empty tokens added until it has a token for each embedding row."""
+        """Return a copy with empty tokens added, until each embedding row has a token."""
         return BPETokenizer(
             self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
         )
 
     def to_hf(self) -> tokenizers.Tokenizer:
-        """The tokenizer in the tokenizers library."""
+        """Return the tokenizer of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     def with_special_token(self) -> "BPETokenizer":
-        """This tokenizer, with byte 255 as a special token if there is none and no text has it.
+        """Return a copy with byte 255 as a special token, if there is no special token.
 
         Byte-pairs that earlier versions trained have no special token, which programs that read an
-        export need, and one more token would have no embedding.
+        export need. An additional token would have no embedding, and no text has byte 255.
         """
         values = json.loads(self._backend.to_str())
         if values["added_tokens"]:
@@ -322,14 +324,14 @@ class BPETokenizer:
 
     @property
     def special_token(self) -> str | None:
-        """The special token that ends a text for programs that read an export, if any."""
+        """The special token that ends a text for programs that read an export, or None."""
         for name in (END_OF_TEXT, UNUSED_BYTE):
             if self._backend.token_to_id(name) is not None:
                 return name
         return None
 
     def token_of(self, text: str) -> int | None:
-        """The token with this text, special ones too, if the vocabulary has it."""
+        """Return the token with this text, which may be special, or None."""
         return self._backend.token_to_id(text)
 
     def save_hf(self, directory: Path) -> None:
@@ -344,14 +346,15 @@ class BPETokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The token of `<|endoftext|>`, which separates documents, if any."""
+        """The token of `<|endoftext|>`, which separates documents, or None."""
         return self._backend.token_to_id(END_OF_TEXT)
 
     @typed
     def encode(self, text: str) -> Tokens:
-        """Text to byte-pairs, with the special tokens that the tokenizer adds to a text.
+        """Encode text as byte-pairs, with the special tokens that the tokenizer adds to a text.
 
-        A text that already begins with them, such as one from a chat template, gets no second ones.
+        If a text already begins with them, as one from a chat template does, they are not added
+        again.
         """
         if not self.adds_special_tokens:
             return self.encode_part(text)
@@ -363,14 +366,15 @@ class BPETokenizer:
 
     @typed
     def encode_part(self, text: str) -> Tokens:
-        """A part of a text to byte-pairs: as `encode`, without the tokens that begin or end it."""
+        """Encode a part of a text like `encode`, without the tokens that begin or end a text."""
         if len(text) >= LONG_TEXT and self._fast is not None:
-            with contextlib.suppress(ValueError):  # a surrogate, or too long a run of spaces
+            # raised for a surrogate and for too long a run of spaces
+            with contextlib.suppress(ValueError):
                 return self._fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
         return np.array(_encode(self._backend, text), np.int32)
 
     def takes_spaces_before(self, text: str) -> bool:
-        """Whether a text begins with an added token that takes the spaces before it."""
+        """Return whether a text begins with an added token that takes the spaces before it."""
         if not text or not self._lstrip_tokens:
             return False
         tokens = _encode(self._backend, " " + text)
@@ -383,20 +387,21 @@ class BPETokenizer:
 
     @typed
     def encode_ordinary(self, text: str) -> Tokens:
-        """What follows a special token to byte-pairs; special tokens in it are text like any other.
+        """Encode text that follows a special token; special tokens inside it are encoded as plain
+        text.
 
-        A tokenizer that puts a space before the first word of a text puts none here.
+        A tokenizer that puts a space before the first word of a text adds none here.
         """
         return np.array(_encode(self._ordinary, text), np.int32)
 
     @typed
     def encode_template(self, pieces: Sequence[int | str]) -> Tokens:
-        """The tokens of a chat template that is filled in.
+        """Encode a chat template whose fields are filled in.
 
-        `pieces` are special tokens, by their numbers, and the texts between them. They are encoded
-        as one text, in which a special token may take the spaces beside it. A text never becomes a
-        special token, whatever it says. Raises ValueError where the tokenizer would not find a
-        special token beside this text, as transformers would not.
+        `pieces` are the numbers of special tokens, and the texts between them. They are encoded as
+        one text, in which a special token may include the spaces beside it. A text never becomes a
+        special token. Raises ValueError where the tokenizer would not find a special token beside
+        this text; transformers would not find it either.
         """
         renamed = self._renamed
         text = ""
@@ -416,15 +421,15 @@ class BPETokenizer:
 
     @functools.cached_property
     def _renamed(self) -> "_Renamed":
-        """The tokenizer with names of special tokens that no text knows."""
+        """The tokenizer with other names for its special tokens, which no text contains."""
         values = json.loads(self._backend.to_str())
-        # Renaming tokens in the model's vocabulary would break merges that make them. Without
-        # their old names here, they are new tokens, and the vocabulary stays.
+        # Renaming tokens in the model's vocabulary would break the merges that make them. Without
+        # their old names, they are added as new tokens, and the vocabulary stays.
         values["added_tokens"] = []
         values["post_processor"] = None
         backend = tokenizers.Tokenizer.from_str(json.dumps(values))
-        # The library numbers new tokens from the size of the vocabulary on. Where numbers are
-        # left out, those above are taken already.
+        # The library numbers new tokens from the size of the vocabulary on. Where the vocabulary
+        # skips numbers, those are already in use.
         vocabulary = backend.get_vocab()
         missing = range(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
         unguessable = secrets.token_hex()
@@ -445,13 +450,14 @@ class BPETokenizer:
             )
             backend.add_tokens([renamed])
             new_number = backend.token_to_id(name)
-            assert new_number is not None  # it was added just now
+            assert new_number is not None  # it was just added
             numbers[new_number] = number
         return _Renamed(backend, names, numbers)
 
     @functools.cached_property
     def _ordinary(self) -> Any:
-        # Metaspace's scheme "first" is about the beginning of the whole text, which this is not
+        # The prepend scheme "first" of Metaspace applies to the beginning of a text, and this is
+        # not one.
         values = self._backend.to_str().replace(
             '"prepend_scheme":"first"', '"prepend_scheme":"never"'
         )
@@ -461,7 +467,7 @@ class BPETokenizer:
 
     @functools.cached_property
     def _fast(self) -> tiktoken.Encoding | None:
-        """tiktoken's encoder, or None for a tokenizer whose tokens might not be the same."""
+        """tiktoken's encoder, or None if its tokens might differ from the library's."""
         values = json.loads(self._backend.to_str())
         if not _splits_as_gpt2(values):
             return None
@@ -477,7 +483,7 @@ class BPETokenizer:
             return None
         to_byte = {}
         for letter, byte in bytes_of_letters().items():
-            to_byte[ord(letter)] = byte  # as a character: latin-1 has one for each byte
+            to_byte[ord(letter)] = byte  # latin-1 has one character for each byte
         ranks = {}
         for word, number in numbers.items():
             ranks[word.translate(to_byte).encode("latin-1")] = number
@@ -486,22 +492,22 @@ class BPETokenizer:
         )
 
     def _is_made_by_merges(self, numbers: dict[str, int], merged: list[str]) -> bool:
-        """Whether each token is a byte or made by one merge, and merges are in order.
+        """Return whether each token is a byte or made by one merge, and the merges are in order.
 
         tiktoken has no list of merges: it merges the pair whose token has the lowest number.
         """
-        # byte 255 is in no text, and its token may have another name
+        # Byte 255 occurs in no text, and its token may have another name.
         letters = set(bytes_of_letters())
         if _UNUSED_LETTER not in numbers:
             letters.remove(_UNUSED_LETTER)
         if set(numbers) != letters | set(merged):
             return False
-        if len(numbers) != len(letters) + len(merged):  # two merges make one token
+        if len(numbers) != len(letters) + len(merged):  # two merges make the same token
             return False
         ranks = [numbers[word] for word in merged]
         if ranks != sorted(ranks):
             return False
-        # other merges may come in between, so that a word is never made
+        # Other merges may apply first, so that a word is never made.
         return all(len(self._backend.model.tokenize(word)) == 1 for word in merged)
 
     @typed
@@ -526,10 +532,11 @@ class BPETokenizer:
 
     @functools.cached_property
     def _whole_texts(self) -> dict[int, str]:
-        """The added tokens that the byte-level decoder takes for letters of its alphabet, as é is.
+        """The added tokens whose text the byte-level decoder would take for letters of its
+        alphabet.
 
-        The alphabet's é stands for a byte, but an added token is its text. Where a letter or a
-        merge of letters is an added token as well, it keeps to its bytes, which texts need.
+        The alphabet's é stands for a byte, but an added token é is its text. Where a letter or a
+        merge of letters is an added token, too, the token stays bytes, which texts need.
         """
         values = json.loads(self._backend.to_str())
         if "ByteLevel" not in json.dumps(values["decoder"]):
@@ -547,8 +554,8 @@ class BPETokenizer:
         return found
 
     def to_json(self) -> str:
-        """Serialise, with the library's own JSON inside."""
-        # Runs from before tokenizers added special tokens lack the field, and go on without them.
+        """Return the tokenizer as JSON, which contains the library's own JSON."""
+        # Runs from before `encode` added special tokens lack the field, and continue without them.
         adds = '"adds_special_tokens": true, ' if self.adds_special_tokens else ""
         size = ""
         if self.vocab_size > self._last_with_text + 1:
@@ -558,41 +565,41 @@ class BPETokenizer:
 
 @dataclass(frozen=True)
 class _Renamed:
-    """A tokenizer whose special tokens have other names."""
+    """A tokenizer with other names for its special tokens."""
 
     backend: Any
     names: dict[int, str]
-    """The name of each special token, by its number in the tokenizer as it was."""
+    """The new name of each special token, by its number in the original tokenizer."""
     numbers: dict[int, int]
-    """The number that an added token had, by the one that it has here."""
+    """The original number of each added token, by its new number."""
 
 
 Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest of the types that hold the tokens in memory."""
+    """Return the narrowest dtype that holds the tokens in memory."""
     if tokenizer.vocab_size <= 1 << 8:
         return np.dtype(np.uint8)
     return file_dtype(tokenizer)
 
 
 def file_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The type of the tokens in a file."""
+    """Return the dtype of the tokens in a file."""
     if tokenizer.vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
 
 
 def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `tokenizer_config.json` of a tokenizer that was made here.
+    """Return the `tokenizer_config.json` of a tokenizer that jgpt made.
 
-    Its special token is named as each one that programs ask for, as GPT-2 does. No other is named:
-    transformers would add it past the model's embedding.
+    Its special token has all the roles that programs ask for, as in GPT-2. No other token is named,
+    since transformers would add it beyond the model's embedding.
     """
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # or version 4 of transformers removes spaces before punctuation
+        # Otherwise version 4 of transformers removes spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
     if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
@@ -604,11 +611,11 @@ def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 def encode_each(
     tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype, encoded: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """The length and the tokens, as bytes, of each part of a text; threads encode a few ahead.
+    """Yield the length of each part of a text and its tokens as bytes; threads encode ahead.
 
-    The tokens are those of the whole text, also those that the tokenizer puts before and after it.
-    The parts must end where the tokenizer splits a text; the first `encoded` characters are left
-    out.
+    The tokens are those of the whole text, with those that the tokenizer puts before and after it.
+    The parts must end where the tokenizer splits a text. The first `encoded` characters are
+    skipped.
     """
     encode_part = _part_encoder(tokenizer)
     begin = np.array(tokenizer.begin, np.int32)
@@ -616,7 +623,7 @@ def encode_each(
 
     def encode(part: _Part) -> bytes:
         tokens = encode_part(part)
-        # a text that begins with them already gets no more, as in `encode`
+        # As in `encode`, a text that already begins with these tokens gets no second ones.
         if part.offset == 0 and not np.array_equal(tokens[: len(begin)], begin):
             tokens = np.concatenate([begin, tokens])
         if part.is_last and len(end):
@@ -626,7 +633,7 @@ def encode_each(
     threads = min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(threads) as pool:
         parts = _parts(texts, encoded)
-        # lazily: a part is read when one is done, so that few are in memory
+        # lazily: the next part is read when one is done, so that few are in memory
         submitted = ((len(part.text), pool.submit(encode, part)) for part in parts)
         waiting = deque(islice(submitted, threads + 2))
         while waiting:
@@ -641,15 +648,15 @@ class _Part:
 
     text: str
     context: str
-    """Some characters before it."""
+    """The characters before this part."""
     following: str
-    """Some characters after it."""
+    """The characters after this part."""
     offset: int
     is_last: bool
 
 
 def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
-    """The parts of a text after its first `encoded` characters."""
+    """Yield the parts of a text, without its first `encoded` characters."""
     context = ""
     offset = 0
     following = iter(texts)
@@ -673,8 +680,8 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
 
 
 def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
-    """A function from a part of a text to its tokens."""
-    # unwrapped: to check shapes, jaxtyping would import JAX, which takes a second
+    """Return a function that encodes a part of a text."""
+    # Unwrapped, since jaxtyping would import JAX to check shapes, which takes a second.
     if isinstance(tokenizer, CharTokenizer):
         encode_at = inspect.unwrap(CharTokenizer._encode_at)
         return lambda part: encode_at(tokenizer, part.text, part.offset)
@@ -682,15 +689,15 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
         encode_bytes = inspect.unwrap(ByteTokenizer.encode)
         return lambda part: encode_bytes(tokenizer, part.text)
     encode = inspect.unwrap(BPETokenizer.encode_part)
-    if tokenizer._fast is not None:  # made once, not by each thread
+    if tokenizer._fast is not None:  # made once, rather than by each thread
         return lambda part: encode(tokenizer, part.text)
 
     def encode_after_context(part: _Part) -> np.ndarray:
-        # some tokenizers put a space before a text: it belongs before the first part alone
+        # Some tokenizers put a space before a text, which must precede only the first part.
         line = part.context[part.context.rfind("\n", 0, -1) + 1 :]
         text = part.text
         if tokenizer.takes_spaces_before(part.following):
-            text = text.rstrip()  # the next part begins with a token that takes them
+            text = text.rstrip()  # the next part begins with a token that includes these spaces
         before = encode(tokenizer, line)
         tokens = encode(tokenizer, line + text)
         if np.array_equal(tokens[: len(before)], before):
@@ -701,7 +708,7 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
 
 
 def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that the tokenizer puts after a text."""
+    """Return the tokens that the tokenizer puts after a text."""
     if not isinstance(tokenizer, BPETokenizer) or not tokenizer.adds_special_tokens:
         return ()
     sample = " "
@@ -711,13 +718,14 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file. Raises ValueError that names the file if there is none."""
+    """Read the tokenizer in a file. Raises ValueError that names the file if there is none."""
     with prefix_errors(path):
         return tokenizer_from_json(read_file(path))
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` or Hugging Face wrote. Raises ValueError for other text."""
+    """Read the tokenizer from the JSON of `to_json` or Hugging Face. Raises ValueError
+    otherwise."""
     try:
         values = json.loads(text)
         if "added_tokens" in values:
@@ -742,34 +750,35 @@ def tokenizer_from_json(text: str) -> Tokenizer:
 
 
 def text_of_token(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token that follows another, with the space that begins a word.
+    """Return the text of a token that follows another, with the space that begins a word.
 
-    Decoders may strip that of the first token, as those of Llama 2 do.
+    Some decoders, such as Llama 2's, strip the space of the first token.
     """
     first = tokenizer.decode([token])
     return tokenizer.decode([token, token])[len(first) :]
 
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether tokenizers have the same tokens, whether or not they add special ones to a text."""
+    """Return whether tokenizers have the same tokens, apart from those that they add to a text."""
     if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
         return one._backend.to_str() == other._backend.to_str()
     return one.to_json() == other.to_json()
 
 
 def _tokens_before_text(processor: Any) -> list[int]:
-    """The special tokens that a post-processor of the tokenizers library puts before a text."""
+    """Return the special tokens that a post-processor of the tokenizers library puts before a
+    text."""
     match processor:
         case {"type": "Sequence", "processors": list(processors)}:
             tokens = []
-            # the last one is applied to what the others have made, and so is the outermost
+            # Post-processors apply in order, so the last one adds the outermost tokens.
             for part in reversed(processors):
                 tokens.extend(_tokens_before_text(part))
             return tokens
         case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": special}:
             tokens = []
             for piece in pieces:
-                if "SpecialToken" not in piece:  # the text itself
+                if "SpecialToken" not in piece:  # the text
                     break
                 name = piece["SpecialToken"]["id"]
                 tokens.extend(special[name]["ids"])
@@ -783,7 +792,7 @@ def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> lis
     try:
         with _failures_raised():
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    except TypeError:  # the library's error for a lone surrogate
+    except TypeError:  # the library raises this for a lone surrogate
         raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
 
 
@@ -801,19 +810,19 @@ def _in_range(tokens: AnyTokens, vocab_size: int) -> list[int]:
 
 
 def _max_expansion(part: Any) -> int:
-    """An upper bound of how many times longer a part of a tokenizer may make a text."""
+    """Return an upper bound of the factor by which a part of a tokenizer lengthens a text."""
     if isinstance(part, list):
         return math.prod(map(_max_expansion, part))
     if not isinstance(part, dict):
         return 1
     kind = part.get("type")
-    if kind == "Precompiled":  # a table of any replacements
+    if kind == "Precompiled":  # this table may contain any replacement
         return MAX_GROWTH + 1
-    if kind == "TemplateProcessing":  # which may say the text several times
+    if kind == "TemplateProcessing":  # the template may contain the text several times
         return sum("Sequence" in piece for piece in part["single"])
     expansion = 1
     if kind == "ByteLevel":
-        expansion = 2  # each byte becomes a letter, which may have two bytes
+        expansion = 2  # each byte becomes a letter, which may take two bytes
     else:
         for name in ("content", "prepend"):
             added = part.get(name)
@@ -823,7 +832,7 @@ def _max_expansion(part: Any) -> int:
 
 
 def _regular_expressions(part: Any) -> Iterator[str]:
-    """The regular expressions in a part of a tokenizer."""
+    """Yield the regular expressions in a part of a tokenizer."""
     if isinstance(part, list):
         for item in part:
             yield from _regular_expressions(item)
@@ -837,13 +846,14 @@ def _regular_expressions(part: Any) -> Iterator[str]:
 def _require_quick(backend: Any, expressions: str) -> None:
     """Raise ValueError if the tokenizer's regular expressions take too long.
 
-    The library limits a match from one place of a text, and not from all of its places. Repeated
-    letters are the worst case of most expressions; short ones first show which take too long.
+    The library limits the time of a match from one place of a text, but not from all places.
+    Repeated letters are the worst case of most expressions. Short ones come first, to find slow
+    expressions early.
     """
     if not expressions:
         return
     letters = sorted(set(expressions) | set("aA0 "))[:64]
-    # of this thread, so that a busy machine rejects nothing
+    # The time of this thread alone, so that a busy machine causes no error.
     began = time.thread_time()
     for length in (8, 16, 32, 64, 128, 256):
         for letter in letters:
@@ -869,7 +879,7 @@ def _failures_raised(what: str = "the tokenizer failed") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_ignored() -> Iterator[None]:
-    """Discard what the process writes to stderr, where a panic prints a stack trace."""
+    """Discard the process's output on stderr, where a panic prints a stack trace."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -881,9 +891,9 @@ def _stderr_ignored() -> Iterator[None]:
 
 
 def _splits_as_gpt2(values: dict[str, Any]) -> bool:
-    """Whether a tokenizer, as JSON, finds words as GPT-2's does, and adds nothing to them.
+    """Return whether a tokenizer, as JSON, splits words as GPT-2's does and adds nothing else.
 
-    At most one special token may be beside them, which is found wherever it stands.
+    It may have one special token, which is matched anywhere in a text.
     """
     plain = _byte_level_json()
     for part in ("normalizer", "pre_tokenizer"):
@@ -892,11 +902,11 @@ def _splits_as_gpt2(values: dict[str, Any]) -> bool:
     for name, value in plain["model"].items():
         if name in ("vocab", "merges", "unk_token", "fuse_unk"):
             continue
-        # null, false, and an empty text or list all say that there is none
+        # null, false, an empty text and an empty list all mean that there is none.
         if (values["model"].get(name) or None) != (value or None):
             return False
     processor = values["post_processor"] or plain["decoder"]
-    if processor["type"] != "ByteLevel":  # which changes offsets alone, and no tokens
+    if processor["type"] != "ByteLevel":  # this changes offsets, not tokens
         return False
     if len(values["added_tokens"]) > 1:
         return False
@@ -907,30 +917,30 @@ def _splits_as_gpt2(values: dict[str, Any]) -> bool:
 
 
 def _documents(texts: Iterable[str]) -> Iterator[str]:
-    """Texts without the `<|endoftext|>` between them."""
+    """Yield texts without the `<|endoftext|>` between them."""
     for text in texts:
         yield from text.split(END_OF_TEXT)
 
 
 def _byte_level_json() -> dict[str, Any]:
-    """What the tokenizers library writes of a plain byte-level tokenizer."""
+    """Return the JSON that the tokenizers library writes for a plain byte-level tokenizer."""
     return json.loads(_byte_level(tokenizers.models.BPE()).to_str())
 
 
 def bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of the byte-level alphabet stands for."""
+    """Return the byte that each letter of the byte-level alphabet stands for."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    # Printable bytes are the letters of the same number. For the others, GPT-2 takes letters from
-    # 256 on, in order, so that its vocabulary has no white space and no control characters.
+    # A printable byte is the letter with the same number. For the others, GPT-2 uses the letters
+    # from 256 on, in order, so that its vocabulary has no white space and no control characters.
     same = [ord(letter) for letter in letters if ord(letter) < 256]
     others = sorted(set(range(256)) - set(same))
     return dict(zip(letters, same + others, strict=True))
 
 
 def _with_unused_byte_named(backend: Any, name: str) -> Any:
-    """A byte-level tokenizer whose token of byte 255 is a special token of this name.
+    """Rename the token of byte 255 in a byte-level tokenizer, and make it a special token.
 
-    UTF-8 has no byte 255, so each text keeps its tokens, except one that contains the name.
+    UTF-8 never contains byte 255, so each text keeps its tokens unless it contains `name`.
     """
     values = json.loads(backend.to_str())
     vocabulary = values["model"]["vocab"]

@@ -1,1 +1,1 @@
-"""Training runs: from a config to a trained model on disk."""
+"""Training runs, from a config to a trained model on disk."""

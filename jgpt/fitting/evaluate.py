@@ -1,4 +1,4 @@
-"""The exact loss of a run that has been trained."""
+"""The exact loss of a trained run."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Evaluation:
     """The result of `evaluate`."""
 
     loss: float
-    """Nats per token, exact: every held-out target once."""
+    """The mean loss in nats per token, over every held-out target once."""
     perplexity: float
     bits_per_character: float
     tokens: int
@@ -48,9 +48,10 @@ def evaluate(
 ) -> Evaluation:
     """Compute the exact loss of a run's model on a split, in windows of its block or shorter ones.
 
-    It covers the whole split, even if the run's `eval_tokens` is smaller. A run of a custom `model`
-    needs it again, as itself or as FILE.py:NAME. Raises ValueError for a split that the run does
-    not have or a window longer than its block, and what `load` raises.
+    The loss is over the whole split, even if the run's `eval_tokens` is smaller. A run of a custom
+    `model` needs it again, as an object or as FILE.py:NAME. `window` is the length of the windows.
+    Raises ValueError for a split that the run does not have or a window longer than its block, and
+    the errors of `load`.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
@@ -72,7 +73,8 @@ def evaluate(
     lines = RunDirectory.open(run_directory).provenance()
     known = known_text(lines)
     if config.micro_batches == "auto":
-        # as many as training took, which fit; where none is known, a sequence at a time
+        # As many micro-batches as in training, which fit; if the number is unknown, one sequence at
+        # a time.
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
     dataset = load_dataset(
@@ -86,7 +88,7 @@ def evaluate(
     tokens = dataset.validation
     if split == "test":
         tokens = dataset.test
-    # the evaluator takes the length of its windows from the config; the weights stay as they are
+    # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
     evaluator = Evaluator(
@@ -102,7 +104,8 @@ def evaluate(
 
 
 def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:
-    """Raise FloatingPointError for a loss that is not finite, with the parameter to blame."""
+    """Raise FloatingPointError for a loss that is not finite, naming the parameter that causes
+    it."""
     if math.isfinite(loss):
         return
     for name, parameter in named_parameters(model).items():

@@ -56,16 +56,16 @@ class Run:
     model: LanguageModel
     tokenizer: Tokenizer
     config: TrainConfig
-    """As saved in the directory."""
+    """The config as saved in the directory."""
     validation_loss: float
-    """In nats per token, over the targets of the run's evaluations."""
+    """The loss in nats per token, over the targets of the run's evaluations."""
     best_step: int
     sample: str
     """Text that the model generated."""
     seconds: float
     """The duration of the call."""
     evaluations: EvaluationPlan
-    """Which targets the loss is over."""
+    """The targets of the loss."""
 
     @property
     def metrics(self) -> dict[str, list[float]]:
@@ -83,20 +83,20 @@ class Run:
 
 @dataclass
 class OpenRun:
-    """A run whose directory is locked and written: what its loop needs."""
+    """A run whose directory is locked and written, with everything that its loop needs."""
 
     prepared: PreparedRun
     directory: RunDirectory
-    """With the lock that this process holds."""
+    """The directory, with the lock that this process holds."""
     state: TrainState | None
     train_steps: jax.stages.Wrapped
     checkpoints: Checkpoints
     logger: MetricsLogger
     is_unevaluated: bool
-    """Whether an evaluation of the state was interrupted, and is the first to be done."""
+    """Whether an evaluation of the state was interrupted, so that training begins with it."""
 
     def take_state(self) -> TrainState:
-        """The state, once: the memory of its arrays is reused in each call of steps."""
+        """Return the state, once: each call of steps reuses the memory of its arrays."""
         state = self.state
         assert state is not None
         self.state = None
@@ -118,21 +118,21 @@ def fit(
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
 
-    `model` makes a custom model: `model(config.model, rngs=rngs)` returns a `LanguageModel`,
-    and `config.model` is converted to the class that it annotates. `optimizer` makes an optax
+    `model` makes a custom model: `model(config.model, rngs=rngs)` returns a `LanguageModel`, and
+    `config.model` is converted to the class that it annotates. `optimizer` makes an optax
     optimizer: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME. Training
     uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
     same arguments; process 0 writes and reports.
 
     `resume` continues from the directory's last checkpoint, or starts if there is none yet;
-    `overwrite` deletes the run that is there. `should_stop` is polled after each call of steps, and
+    `overwrite` deletes the existing run. `should_stop` is polled after each call of steps, and
     while the text is tokenized. `profile_steps` are traced into the run's folder `profile`.
     `platform`, by default the current one, decides the config's `auto`. `progress` is by default
-    shown on a terminal and in a notebook; None is silent.
-    Raises ValueError or OSError before anything is written or deleted; later OSError if something
-    can't be written, FloatingPointError for a loss or gradient that is not finite, and
-    TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
-    raises StoppedBeforeTraining, which is a kind of TrainingStopped.
+    shown on a terminal and in a notebook; None is silent. Raises ValueError or OSError before
+    anything is written or deleted; later OSError if something can't be written, FloatingPointError
+    for a loss or gradient that is not finite, and TrainingStopped, each with the last good state in
+    a checkpoint. A stop before the first step raises StoppedBeforeTraining, which is a kind of
+    TrainingStopped.
     """
     started = time.perf_counter()
     if profile_steps < 0:
@@ -144,7 +144,7 @@ def fit(
         require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
         prepared = prepare(config, target, machine, progress, should_stop)
-    # from here on all processes compute together, and would wait for ever for one that does not
+    # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
         _train(run, progress, profile_steps, should_stop)
@@ -159,10 +159,10 @@ def plan(
     progress: Progress | None = None,
     platform: Platform | None = None,
 ) -> Plan:
-    """The plan of `fit`, which raises what `fit` would. Nothing is written.
+    """Return the plan of `fit`, and raise the errors that `fit` would. Nothing is written.
 
-    On a CPU its `process_memory` counts what this process has taken so far as what training takes
-    beside its steps.
+    On a CPU, `process_memory` assumes that training takes the memory that this process has taken so
+    far, in addition to the memory of its steps.
     """
     progress = progress or Progress()
     target = choose_target(config, resume=resume, overwrite=overwrite)
@@ -170,14 +170,14 @@ def plan(
     trained = prepared.config.trained
     with use_mesh(trained.mesh):
         made = make_plan(trained, prepared.dataset, target.path, prepared.evaluations)
-    # of this machine, whatever the platform is that was planned for
+    # The memory is that of this machine, whatever the planned platform is.
     if current_platform().name != "cpu":
         return made
     return with_process_memory(made, memory_in_use())
 
 
 def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Progress:
-    """What was asked for in process 0, and silence in the others."""
+    """Return the requested progress in process 0, and a silent one in the others."""
     if progress == "auto":
         progress = default_progress()
     if progress is None or process_index() != 0:
@@ -189,8 +189,8 @@ def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Pr
 def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
     """Lock the run's directory, restore or make the state, and only then write.
 
-    What rejects a start, damage to a checkpoint or an error of a custom model, leaves every file
-    of the run as it was.
+    If the start is rejected, for example for damage to a checkpoint or an error of a custom model,
+    every file of the run stays unchanged.
     """
     config = prepared.config.trained
     target = prepared.target
@@ -199,7 +199,7 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
         with raise_in_all_processes():
             if process_index() == 0:
                 run = replace(run, lock=stack.enter_context(run.reserved()))
-        # all that may reject the start, and writes nothing
+        # Everything that may reject the start, which writes nothing.
         state = _starting_state(prepared, run)
         train_steps = make_train_steps(config)
         _check_custom_code(config, state, train_steps, progress)
@@ -210,12 +210,12 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
                 stack.callback(trackers.close, progress.warned)
                 _begin(prepared, run, trackers, step)
         with raise_in_all_processes():
-            # process 0 has written it: on another host, too, if the disk is shared
+            # Process 0 has written it; on another host it is visible if the disk is shared.
             RunDirectory.open(target.path)
             checkpoints = stack.enter_context(Checkpoints(run, prepared.config.recorded))
             unevaluated = checkpoints.unevaluated(step)
             if unevaluated is not None and process_index() == 0:
-                # the line of a step whose evaluation has not ended is in its checkpoint
+                # The line of a step whose evaluation has not ended is in its checkpoint.
                 run.truncate(METRICS, step - 1)
         is_unevaluated = unevaluated is not None
         progress.planned(replace(prepared.evaluations, interrupted=is_unevaluated))
@@ -239,21 +239,21 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
             logger=logger,
             is_unevaluated=is_unevaluated,
         )
-        del state  # or this frame would keep its memory until the end
+        del state  # otherwise this frame would keep its memory until the end
         yield opened
 
 
 def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: int) -> None:
-    """In process 0: open the trackers and write the run's first files, or its new config."""
+    """Open the trackers and write the run's first files, or its new config, in process 0."""
     recorded = prepared.config.recorded
     mode = prepared.target.mode
-    # a tracker that can't be opened, or a disk that is full now, leaves no file of a tracker
+    # If a tracker can't be opened or the disk is full, no file of a tracker remains.
     with trackers_removed_on_error(run.path):
-        # before new ones are opened: those of a run to overwrite are deleted, and no others
+        # Listed before new ones are opened, so that only those of the run to overwrite are deleted.
         earlier = run.tracker_files()
         trackers.open(recorded.trackers, run.path, step, recorded, new=mode != "resume")
         run.begin(recorded, prepared.dataset.tokenizer, mode, earlier=earlier)
-    # lines of steps after the checkpoint are of steps that are taken again
+    # Lines after the checkpoint belong to steps that are taken again.
     run.truncate(METRICS, step)
     run.append_provenance({"step": step} | prepared.provenance)
 
@@ -264,7 +264,7 @@ def _train(
     profile_steps: int,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Train to the end. The state and the tokens on the device are let go of when it returns."""
+    """Train to the end. The state and the tokens on the device are released when it returns."""
     training = Training(
         prepared=run.prepared,
         state=run.take_state(),
@@ -276,12 +276,12 @@ def _train(
         should_stop=should_stop,
     )
     training.run(evaluate_first=run.is_unevaluated)
-    run.checkpoints.wait()  # the best is chosen of those on disk
+    run.checkpoints.wait()  # the best checkpoint is chosen among those on disk
 
 
 def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float) -> Run:
-    """The best model, a sample of it and a picture of the losses."""
-    # what compiling took, and the state, would be in memory beside the model that samples
+    """Return the best model with a sample, and draw the losses."""
+    # Otherwise compiled programs and the state would stay in memory beside the model that samples.
     release_memory()
     recorded = run.prepared.config.recorded
     evaluations = run.prepared.evaluations
@@ -296,7 +296,8 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
             if picture is not None:
                 run.directory.write(LOSS_PICTURE, picture)
     assert best.validation_loss is not None  # the last step is always evaluated
-    if best.step <= evaluations.comparable_after:  # of other targets, and none of these yet
+    # The best loss is over other targets if no evaluation had the current ones yet.
+    if best.step <= evaluations.comparable_after:
         evaluations = replace(evaluations, targets=evaluations.split_targets)
     return Run(
         directory=run.directory.path,
@@ -312,14 +313,14 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
 
 
 def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
-    """The state of the last checkpoint of a run to resume, or that of step 0."""
+    """Restore the last checkpoint of a run to resume, or make the state of step 0."""
     config = prepared.config.trained
     if prepared.target.mode != "resume" or not run.checkpoint_steps():
         return init_state(config)
-    # read-only: what a killed process left is deleted when nothing rejects the start any more
+    # Read-only: the remains of a killed process are deleted once nothing can reject the start.
     with Checkpoints(run, prepared.config.recorded, read_only=True) as checkpoints:
         state = checkpoints.restore(config)
-    # a step from it would not be finite either, and none would be taken
+    # A step from this state would not be finite either, and would be skipped.
     if not is_finite(config, state):
         damaged = run.path / CHECKPOINTS / str(int(state.step))
         raise ValueError(
@@ -337,17 +338,18 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
 def _check_custom_code(
     config: TrainConfig, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
 ) -> None:
-    """Trace a custom model and optimizer, so that their errors are raised before anything is
-    written, and warn of a model that computes something else elsewhere than in training.
+    """Trace a custom model and optimizer, to raise their errors before anything is written.
+
+    Also warn of a model that computes something else elsewhere than in training.
     """
     if config.model.make is None and config.optimizer.make is None:
         return
     sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
-    # with the arguments of the first call, which then finds the traced steps in JAX's cache
+    # With the arguments of the first call, which then finds the traced steps in JAX's cache.
     jax.eval_shape(train_steps, state, windows, dropout_stream(config.seed), 0, int(state.step))
     if config.model.make is not None:
-        # a sequence for each device of a mesh, which shards the batch
+        # One sequence for each device of a mesh, which shards the batch.
         batch = max(current_mesh().size, 1)
         for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
             progress.warned(sentence)
@@ -356,7 +358,7 @@ def _check_custom_code(
 def _sample_or_warn(
     model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
 ) -> str:
-    """The sample; a custom model that trains but can't be sampled costs a warning, not the run."""
+    """Return a sample; if a custom model trains but can't be sampled, warn instead of raising."""
     try:
         return _sample(model, tokenizer, config.sample_tokens, config.seed)
     except Exception as error:
@@ -369,8 +371,8 @@ def _sample_or_warn(
 
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
     prompt = jnp.asarray(default_prompt(tokenizer))  # time
-    key = jax.random.key(np.uint32(seed))  # a Python number past 2**31 would overflow
+    key = jax.random.key(np.uint32(seed))  # a Python number from 2**31 on would overflow
     drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)  # 1 time+tokens
-    # without the tokens that a tokenizer puts before each text, such as <s>
+    # Without the tokens that a tokenizer puts before each text, such as <s>.
     text = drawn[0, len(tokenizer.begin) :]
     return tokenizer.decode(np.asarray(text))

@@ -1,4 +1,4 @@
-"""The loop of training: when to step, estimate, evaluate, save and stop."""
+"""The training loop, which decides when to step, estimate, evaluate, save and stop."""
 
 import contextlib
 import math
@@ -23,17 +23,19 @@ from jgpt.training.evaluation import EvaluationPlan, Evaluator
 from jgpt.training.state import TrainState, dropout_stream, is_finite
 
 SECONDS_BETWEEN_SAVES = 30.0
-"""Until the first evaluation a checkpoint is at most that old, if saving is quick."""
+"""The largest age of a checkpoint until the first evaluation, if saving is quick."""
 SAVING_SHARE = 0.01
-"""The most of the time until the first evaluation that these checkpoints take."""
+"""The largest share of the time until the first evaluation that these checkpoints take."""
 SECONDS_PER_CALL = 10.0
-"""Until the first evaluation a call of slow steps is cut short, or no save could be in time."""
+"""The longest call of steps until the first evaluation, so that checkpoints can be saved in
+time."""
 
 
 class Training:
-    """Calls of many steps; the metrics of a call are read while the next one runs.
+    """A run's training: it makes calls of many steps, and reads the metrics of a call during the
+    next.
 
-    It takes the state over: each call of steps donates its arrays, so no one else may keep them.
+    It takes over the state: each call of steps donates its arrays, so nothing else may keep them.
     """
 
     def __init__(
@@ -70,31 +72,32 @@ class Training:
 
         lines = checkpoints.run.metrics()
         self.losses = _comparable_losses(lines, self.evaluations)
-        # until the first evaluation: estimates ever further apart, and at the first a checkpoint
+        # Until the first evaluation, estimates are ever further apart, at 1/16 to 1/2 of its step,
+        # and the first one saves a checkpoint.
         halves = {self.config.eval_interval >> halvings for halvings in range(1, 5)}
         self.estimate_steps = {step for step in halves if step > self.step}
         if self.step == 0 and not lines:
             self.estimate_steps.add(0)
         self.first_save = min(halves - {0}, default=self.config.eval_interval)
-        # two votes, as processes have to agree on each: to stop, and to save
+        # Two votes, since processes have to agree on each: to stop, and to save.
         self.vote = Vote()
         self.save_vote = Vote()
         self.last_save = time.monotonic()
 
     def _make_evaluator(self) -> Evaluator:
-        """The evaluator of the planned targets: spread over the split, or its first ones."""
+        """Make the evaluator of the planned targets."""
         held_out = self.dataset.validation
         spread_targets = None
         if self.evaluations.spread:
             spread_targets = self.evaluations.targets
         else:
-            held_out = held_out[: self.evaluations.targets + 1]
+            held_out = held_out[: self.evaluations.targets + 1]  # the first token is not a target
         return Evaluator(self.config, held_out, self.parameters, spread_targets=spread_targets)
 
     def run(self, *, evaluate_first: bool) -> None:
         """Train to the last step, or until the losses stop falling.
 
-        `evaluate_first`: the evaluation of the first state was interrupted.
+        With `evaluate_first`, it begins with the interrupted evaluation of the first state.
         """
         patience = self.config.patience
         is_warm = False
@@ -110,11 +113,12 @@ class Training:
                 if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
                     self._evaluate()
                     if not is_warm:
-                        # all programs are compiled by now: a further compilation is a mistake
+                        # All programs are compiled by now, so that a further compilation is a
+                        # mistake.
                         release_memory()
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
-        if self.logger.tracker_failure is not None:  # in the last call
+        if self.logger.tracker_failure is not None:  # during the last call
             self.progress.warned(message_of(self.logger.tracker_failure))
         if self.step < self.config.steps:
             self.progress.warned(
@@ -128,17 +132,18 @@ class Training:
 
     @contextlib.contextmanager
     def _last_good_state_saved(self) -> Iterator[None]:
-        """Save the state before a loss or gradient that is not finite, and name its checkpoint."""
+        """Save the last good state after a loss or gradient that is not finite, and name its
+        checkpoint."""
         try:
             yield
         except FloatingPointError as error:
             self.logger.finish()
             step = int(self.state.step)
             is_good = self._state_is_good()
-            # a step that was not finite was skipped; what a start began with needs no checkpoint
+            # A step that was not finite was skipped; the state at the start needs no checkpoint.
             if is_good and self.first_step < step < self.step:
                 self.checkpoints.save(self.state, None)
-            self.checkpoints.wait()  # a pending one doesn't count yet
+            self.checkpoints.wait()  # a pending checkpoint doesn't count yet
             saved_steps = self.checkpoints.steps()
             good_steps = [saved for saved in saved_steps if is_good or saved < step]
             advice = "nothing was saved yet"
@@ -150,7 +155,8 @@ class Training:
             raise FloatingPointError(Message(message_of(error), f"; {advice}")) from None
 
     def _state_is_good(self) -> bool:
-        """Whether training can go on from the state: it may be finite and its loss not."""
+        """Return whether training can continue: the state may be finite although its loss is
+        not."""
         if not is_finite(self.config, self.state):
             return False
         return math.isfinite(self.evaluator.estimate(self.state.weights))
@@ -172,7 +178,7 @@ class Training:
             )
 
     def _estimate(self) -> None:
-        """Estimate the validation loss, and at the first estimate save, too."""
+        """Estimate the validation loss, and save at the first estimate."""
         self.logger.wait()
         loss = self.evaluator.estimate(self.state.weights)
         if math.isfinite(loss):  # if not, the next step stops the run
@@ -183,21 +189,21 @@ class Training:
         self.logger.start_clock()
 
     def _save_if_due(self) -> None:
-        """Until the first evaluation, save so often that little is lost at any time.
+        """Save often enough, until the first evaluation, that little is lost at any time.
 
-        Process 0 decides, by its clock. From then on each evaluation saves.
+        Process 0 decides by its clock. After that, each evaluation saves.
         """
         if self.step >= self.config.eval_interval:
             return
         is_due = False
         if process_index() == 0:
             waited = time.monotonic() - self.last_save
-            # a save that takes a second is worth 100 seconds of steps
+            # A save that takes one second pays after 100 seconds of steps.
             interval = max(SECONDS_BETWEEN_SAVES, self.checkpoints.seconds() / SAVING_SHARE)
             is_due = waited >= interval
         if self.save_vote(is_due):
             self._save()
-            self.save_vote = Vote()  # what was asked before this save is done
+            self.save_vote = Vote()  # requests from before this save are done
             self.logger.start_clock()
 
     def _stop_if_asked(self) -> None:
@@ -207,7 +213,7 @@ class Training:
             or self.logger.failure is not None
             or self.logger.tracker_failure is not None
         )
-        # the vote is of all processes: all stop at the same step
+        # All processes vote, so that all stop at the same step.
         if self.vote(self.should_stop() or has_failed):
             self._save()
             self.checkpoints.wait()
@@ -217,7 +223,7 @@ class Training:
             raise TrainingStopped(self.step, self.checkpoints.run.path)
 
     def _take_steps(self) -> None:
-        """One call, at most to the next evaluation or estimate, or to an end of the trace."""
+        """Make one call of steps, at most to the next evaluation, estimate, or end of the trace."""
         config = self.config
         first = self.step
         profiled_steps = self.profiled_steps
@@ -234,23 +240,25 @@ class Training:
             count=count,
         )
         if first == self.first_step:
-            # a call of no steps compiles, which isn't training's time
+            # A call of no steps compiles the program, so that compilation isn't measured as
+            # training.
             self.state, _ = self.train_steps(self.state, windows, self.key, 0, first)
             release_memory()
             self.logger.start_clock()
         self.state, metrics = self.train_steps(self.state, windows, self.key, count, first)
         self.step = first + count
         if profiled_steps and self.step == profiled_steps.stop:
-            jax.block_until_ready(metrics)  # steps are only dispatched
+            jax.block_until_ready(metrics)  # until now, the steps are only dispatched
             self.trace.close()
         self.logger.add(first, count, metrics)
 
     def _steps_of_call(self, first: int) -> int:
-        """How many steps the call that begins with this one takes."""
+        """Return the number of steps in the call that begins with step `first`."""
         config = self.config
         most = config.steps_per_call
         if process_count() == 1:
-            # by a clock and a display that other processes don't have, and all take as many steps
+            # Only in a single process, since others lack this clock and display and must take equal
+            # steps.
             most = min(most, self.progress.most_steps or most)
             speed = self.logger.tokens_per_second
             if speed is not None and first < config.eval_interval:
@@ -266,11 +274,12 @@ class Training:
     def _evaluate(self) -> None:
         """Save the state, evaluate it, and record its loss.
 
-        An evaluation may take long, and a crash or a signal during it must lose no step. The line
-        of metrics waits in the checkpoint for the loss. Whoever resumes evaluates again.
+        An evaluation may take long, and a crash or a signal during it must lose no step. Until the
+        loss is known, the line of metrics is kept in the checkpoint. A resumed run evaluates again.
         """
         line = self.logger.unevaluated()
-        if is_finite(self.config, self.state):  # never a checkpoint that can't be trained further
+        # a checkpoint that can't be trained further is never saved
+        if is_finite(self.config, self.state):
             self.checkpoints.save(self.state, None, unevaluated=line)
         loss = self.evaluator.exact(self.state.weights, self._between_calls)
         self._require_finite(loss)
@@ -283,7 +292,8 @@ class Training:
             self._require_finite(exact)
             losses["exact_validation_loss"] = exact
         self.losses.append(loss)
-        # the line before the checkpoint's loss: a crash in between evaluates again
+        # The line is written before the checkpoint's loss: after a crash in between, it is
+        # evaluated again.
         self.logger.add_evaluation(**losses)
         self.logger.finish()
         self.progress.evaluated(self.step, loss)
@@ -293,7 +303,7 @@ class Training:
         self.logger.start_clock()
 
     def _between_calls(self, done: int, targets: int) -> None:
-        """Between the calls of an evaluation."""
+        """Report an evaluation and check for a stop between its calls."""
         self.progress.evaluating(done, targets)
         self._stop_if_asked()
 
@@ -310,7 +320,7 @@ class Training:
 
 
 def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan) -> list[float]:
-    """The validation losses so far that are over the targets of this start's evaluations."""
+    """Return the validation losses so far over the same targets as this start's evaluations."""
     losses = []
     for line in lines:
         if "validation_loss" in line and line["step"] > evaluations.comparable_after:
@@ -319,7 +329,8 @@ def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan)
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
-    """Whether so many evaluations have passed since the first one with the lowest loss."""
+    """Return whether `patience` evaluations have passed since the first one with the lowest
+    loss."""
     if patience is None or not losses:
         return False
     best = losses.index(min(losses))

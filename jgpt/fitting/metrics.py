@@ -17,12 +17,12 @@ from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.training.step import Metrics
 
 Log = Callable[[dict[str, Any], int], None]
-"""Logs the metrics of a step."""
+"""A function that logs the metrics of a step."""
 EACH_STEP = ("loss", "gradient_norm", "learning_rate")
 
 
 class MetricsLogger:
-    """Logs the metrics of a call of steps while the next call runs."""
+    """A logger that writes the metrics of a call of steps while the next call runs."""
 
     def __init__(
         self,
@@ -42,33 +42,33 @@ class MetricsLogger:
         self._peak_speed = _peak_tokens_per_second(config, devices)
         self._pending: tuple[int, int, Metrics] | None = None
         self._unwritten: list[dict[str, Any]] = []
-        seconds_before = 0.0  # of a run that is resumed: its seconds go on
+        seconds_before = 0.0  # a resumed run's seconds continue
         for line in run.metrics():
             seconds_before = line.get("seconds", seconds_before)
         self._started = time.perf_counter() - seconds_before
         self._clock: float | None = None
         self._tokens = 0
         self.tokens_per_second: float | None = None
-        """The last throughput measured; None at the start."""
+        """The last throughput that was measured; None at the start."""
         self.failure: OSError | ValueError | None = None
         """The error of process 0 in writing; `finish` raises it in all processes."""
         self.tracker_failure: OSError | None = None
-        """The error of a tracker, which doesn't keep a state from being saved."""
+        """The error of a tracker, which doesn't prevent the state from being saved."""
 
     def start_clock(self) -> None:
-        """Measure throughput from now on: compilation and evaluation don't count."""
+        """Measure throughput from now on, since compilation and evaluation don't count."""
         self._clock = time.perf_counter()
         self._tokens = 0
 
     def add(self, first_step: int, count: int, metrics: Metrics) -> None:
         """Record the previous call, and this one if it is ready."""
-        self.wait()  # for the call before, while this one computes
+        self.wait()  # for the previous call, while this one computes
         self._pending = (first_step, count, metrics)
         if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
     def wait(self) -> None:
-        """Record the pending call, except the last line, which waits for a validation loss.
+        """Record the pending call, except the last line, to which a validation loss may be added.
 
         Raises FloatingPointError for the first step whose loss or gradient is not finite.
         """
@@ -76,7 +76,8 @@ class MetricsLogger:
             return
         first_step, count, metrics = self._pending
         self._pending = None
-        # one transfer for each metric, not for each step; what follows `count` belongs to no step
+        # One transfer for each metric rather than each step; entries from `count` on belong to no
+        # step.
         columns = {}
         for name in EACH_STEP:
             values = np.asarray(getattr(metrics, name))  # steps
@@ -97,7 +98,7 @@ class MetricsLogger:
         self._report(last["step"], last["loss"], last.get("tokens_per_second"))
 
     def add_evaluation(self, **losses: float) -> None:
-        """Add to the last step's line, or begin that of step 0. Call `wait` before."""
+        """Add losses to the last step's line, or begin that of step 0. Call `wait` before."""
         if not self._unwritten:
             self._unwritten = [{"step": 0}]
         self._unwritten[-1] |= losses
@@ -109,19 +110,19 @@ class MetricsLogger:
         self._raise_failure()
 
     def unevaluated(self) -> dict[str, Any]:
-        """Record all calls durably up to the last line, and return that one.
+        """Record all calls durably up to the last line, and return that line.
 
-        It waits for the loss of an evaluation.
+        The line is complete when the loss of an evaluation is added.
         """
         self.wait()
-        (last,) = self._unwritten  # `wait` leaves one line
+        (last,) = self._unwritten  # `wait` keeps one line
         self._write([], durable=True)  # syncs the lines before it
         self._unwritten = [last]
         self._raise_failure()
         return last.copy()
 
     def resume_unevaluated(self, line: dict[str, Any]) -> None:
-        """Go on with a last line that `unevaluated` returned, which is not recorded."""
+        """Continue with a line that `unevaluated` returned, which is not recorded yet."""
         self._unwritten = [line]
         self._started = time.perf_counter() - line.get("seconds", 0.0)
 
@@ -131,12 +132,12 @@ class MetricsLogger:
                 raise self.failure
 
     def _measurements(self, step: int) -> dict[str, Any]:
-        """What is measured once a call: only the line of its last step has it."""
+        """Return the measurements of a call, which only the line of its last step has."""
         now = time.perf_counter()
         tokens = step * self._tokens_per_step
         seconds = round(now - self._started, 3)
         measured: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
-        if self._clock is not None:  # of the calls since the last compilation or evaluation
+        if self._clock is not None:  # over the calls since the last compilation or evaluation
             speed = self._tokens / (now - self._clock)
             self.tokens_per_second = speed
             measured["tokens_per_second"] = round(speed, 1)
@@ -148,17 +149,17 @@ class MetricsLogger:
         return measured
 
     def _write(self, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append lines to the file and log them to the trackers. An error is kept for later.
+        """Append lines to the file and log them to the trackers; keep an error for later.
 
-        Not raised here, in one process: the others are in the middle of a call of steps. The loop
-        sees it, and all processes save the same step and end.
+        If one process raised here, the others would still be in a call of steps. The loop checks
+        for the error, and all processes save the same step and end.
         """
         self._unwritten = []
         try:
             if process_index() == 0:
                 self._run.append(METRICS, lines, durable=durable)
-        except (OSError, ValueError) as error:  # ValueError for a link or a directory
-            if self.failure is None:  # the first one is the cause
+        except (OSError, ValueError) as error:  # ValueError is for a link or a directory
+            if self.failure is None:  # the first error is the cause
                 self.failure = error
         for line in lines:
             values = {name: value for name, value in line.items() if name != "step"}
@@ -170,14 +171,15 @@ class MetricsLogger:
                         self.tracker_failure = error
 
     def _not_finite_message(self, line: dict[str, Any]) -> str:
-        """What to say of a step: which number, after which part of the text, and what to change."""
+        """Return the message for a step that is not finite: its number, its text, and what to
+        change."""
         config = self._config
         step = line["step"]
-        # a batch is a function of the seed and the step: it can be made again
+        # A batch is a function of the seed and the step, so it can be made again.
         starts = window_starts(
             config.seed,
             step - 1,
-            config.steps_per_call,  # the shape that is compiled already
+            config.steps_per_call,  # this shape is compiled already
             self._training_tokens,
             config.batch_size,
             config.model.block_size,
@@ -189,7 +191,7 @@ class MetricsLogger:
         if len(starts) > 8:
             tokens += ", …"
         advice = Message("lower ", Field("learning_rate"))
-        if step == 1:  # no update has been made, so a lower rate changes nothing
+        if step == 1:  # there was no update yet, so a lower rate changes nothing
             advice = Message(
                 "the model gives it at its first step, before any update: look for the mistake in "
                 "its forward pass or its initial parameters"
@@ -203,12 +205,12 @@ class MetricsLogger:
 
 
 def _peak_tokens_per_second(config: TrainConfig, devices: int) -> float | None:
-    """The tokens a second at the published peak of the devices; None where that isn't known."""
+    """Return the tokens per second at the published peak of the devices, or None if unknown."""
     peak = peak_flops()
     if peak is None:
         return None
-    # asked only now, for a user's own model is lowered to count them
+    # Computed only now, since counting the FLOPs lowers a custom model.
     flops = 3 * flops_per_token(config.model)
-    if flops == 0:  # a bigram model multiplies nothing
+    if flops == 0:  # a bigram model has no products
         return None
     return devices * peak / flops

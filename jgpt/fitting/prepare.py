@@ -1,4 +1,4 @@
-"""Everything that can be checked before a run's directory is written or a step is compiled."""
+"""All checks before a run's directory is written or a step is compiled."""
 
 import functools
 import shutil
@@ -50,10 +50,10 @@ class PreparedRun:
     target: Target
     evaluations: EvaluationPlan
 
-    # once: it is compared between processes, and written later
+    # Cached, since it is compared between processes and written later.
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
-        """The line that this start adds to the run, without its step."""
+        """The line of provenance for this start, without its step."""
         return provenance(self.config.trained, self.dataset, self.evaluations)
 
 
@@ -66,7 +66,7 @@ def prepare(
 ) -> PreparedRun:
     """Load the text, decide what the config leaves open, and check all of it. Nothing is written.
 
-    Raises ValueError or OSError for a start that can't be, and StoppedBeforeTraining.
+    Raises ValueError or OSError if the run can't start, and StoppedBeforeTraining.
     """
     for name in config.trackers:
         require_tracker(name)
@@ -80,7 +80,7 @@ def prepare(
         recorded, target.saved, len(dataset.validation), progress.warned
     )
     trained = for_machine(recorded, machine)
-    # before anything is compiled, which `micro_batches=auto` does
+    # Checked before anything is compiled, which `micro_batches=auto` does.
     _require_room(trained, target.path)
     resolved = resolve_micro_batches(recorded, trained, machine, progress.warned)
     replicated = describe_replicated(resolved.trained)
@@ -94,7 +94,7 @@ def prepare(
 
 
 def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dict[str, Any]:
-    """What all processes that train together must have found alike, by its name in messages."""
+    """Return the facts that must be equal in all processes of a run, by their names in messages."""
     line = prepared.provenance
     facts: dict[str, Any] = dict(fields_of(prepared.config.trained))
     facts |= code_facts(prepared.config.trained)
@@ -103,13 +103,13 @@ def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dic
     facts["checkpoints"] = list(prepared.target.checkpoints)
     facts["text_sha256"] = line["text_sha256"]
     facts["corpus_sha256"] = line["corpus_sha256"]
-    # another version of JAX can compute other numbers
+    # Another version of JAX may compute other numbers.
     facts |= line["versions"]
     return facts
 
 
 def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
-    """Raise ValueError where a run has a model or optimizer of its own and none was given."""
+    """Raise ValueError if a run with a custom model or optimizer is resumed without it."""
     for part in ("model", "optimizer"):
         make = getattr(config, part).make
         if make is None and saved is not None:
@@ -119,9 +119,9 @@ def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
 
 
 def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfig:
-    """The config that reads its text as the run first did.
+    """Set `universal_newlines` in a config as when the run began.
 
-    Runs from before universal newlines kept every CR, so their text is another one without them.
+    Runs from before this option kept every CR, so their text would change without it.
     """
     universal = config.dataset.universal_newlines
     if saved is not None:
@@ -132,7 +132,7 @@ def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfi
 def _load_text(
     config: TrainConfig, target: Target, progress: Progress, should_stop: Callable[[], bool]
 ) -> Dataset:
-    """The text as tokens; to resume, those of the run's tokenizer. Raises StoppedBeforeTraining."""
+    """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
     tokenizer = None
     known = None
     if target.saved is not None:
@@ -143,10 +143,10 @@ def _load_text(
     def tokenized(fraction: float) -> None:
         nonlocal stop_is_asked
         progress.tokenized(fraction)
-        # several processes would have to agree, and they do so between steps alone
+        # Several processes would have to agree, which they do only between steps.
         if process_count() == 1 and should_stop():
             stop_is_asked = True
-            raise KeyboardInterrupt  # with which what is tokenized is kept
+            raise KeyboardInterrupt  # the tokens so far are kept
 
     try:
         return load_dataset(
@@ -164,10 +164,10 @@ def _load_text(
 
 
 def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> None:
-    """Raise ValueError if a config doesn't continue a run; warn of what it changes."""
+    """Raise ValueError if a config doesn't continue a run; warn of the changes that it makes."""
     for line in changed_code(saved.config, recorded):
         warn(line)
-    # a run records the name of its code and loads none: what was given stands in for it
+    # A run records the name of its code but loads none, so the code of this start replaces it.
     saved_config = with_code(saved.config, recorded.model.make, recorded.optimizer.make)
     if saved.checkpoints:
         last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
@@ -183,7 +183,7 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
 def _choose_evaluations(
     recorded: TrainConfig, saved: SavedRun | None, validation_tokens: int, warn: Warn
 ) -> EvaluationPlan:
-    """On which targets the run is evaluated: after a resumption on the same, if they may stay."""
+    """Plan the evaluations; a resumed run keeps its targets if they may stay."""
     if saved is None or not saved.checkpoints:
         return plan_evaluations(recorded, validation_tokens)
     evaluations, other_targets = resume_evaluations(
@@ -203,7 +203,7 @@ def _require_room(config: TrainConfig, out: Path) -> None:
 
     A disk that fills up later costs steps, and hours may pass until then.
     """
-    # the folder that will have the run's, for the directory itself may not exist yet
+    # The nearest existing folder, since the directory itself may not exist yet.
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     kept = config.keep_best + config.keep_last

@@ -1,4 +1,4 @@
-"""The compilation cache, and a watch for recompilations."""
+"""A warning for recompilations during training."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 def compilations_watched(warn: Callable[[str], None]) -> Iterator[None]:
     """Call `warn` once, at the first compilation.
 
-    With a JAX that has no monitoring event of that name it does nothing.
+    If this version of JAX has no monitoring event of that name, this does nothing.
     """
-    warned = False  # once: what compiles again may do so at each call
+    warned = False  # only once, since the recompilation may repeat at each call
 
     def on_event(event: str, duration_secs: float, **details: Any) -> None:
         nonlocal warned

@@ -1,4 +1,4 @@
-"""Callbacks of training: what `fit` reports, and the displays of it outside the command line."""
+"""Callbacks of training, and their displays outside the command line."""
 
 import sys
 from collections.abc import Callable
@@ -16,47 +16,48 @@ class Progress:
     """Training callbacks; the default does nothing."""
 
     most_steps: int | None = None
-    """The most steps between calls of `stepped`, in a single process; None: `steps_per_call`."""
+    """The most steps between calls of `stepped` in a single process; None means
+    `steps_per_call`."""
 
     def tokenized(self, fraction: float) -> None:
-        """This fraction of the text was tokenized: 0 while it is read, 1 at the end."""
+        """Report the tokenized `fraction` of the text: 0 while it is read, 1 at the end."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Training starts, or is resumed, at the state's step."""
+        """Report that training starts, or is resumed, at the state's step."""
 
     def planned(self, evaluations: EvaluationPlan) -> None:
-        """How many evaluations there will be, and of which targets. Called before `started`."""
+        """Report the number of evaluations and their targets. Called before `started`."""
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """Steps were taken; `loss` is of the last step."""
+        """Report steps; `loss` is that of the last step."""
 
     def evaluating(self, done: int, targets: int) -> None:
-        """A long evaluation has covered `done` of its `targets` so far."""
+        """Report that a long evaluation has covered `done` of its `targets`."""
 
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """The validation split was evaluated, on the targets that were planned."""
+        """Report the validation loss over the planned targets."""
 
     def evaluated_exactly(self, step: int, validation_loss: float) -> None:
-        """The last step was evaluated on the whole validation split, too."""
+        """Report the last step's loss over the whole validation split."""
 
     def estimated(self, step: int, validation_loss: float) -> None:
-        """The validation loss was estimated on a part of the split."""
+        """Report an estimate of the validation loss, over a part of the split."""
 
     def warned(self, message: str) -> None:
-        """A warning; training continues."""
+        """Report a warning; training continues."""
 
 
 class LineProgress(Progress):
-    """One line on standard error that follows the steps, and a line for each evaluation."""
+    """One line on standard error for the current step, and a line for each evaluation."""
 
     _over = ""
 
     def planned(self, evaluations: EvaluationPlan) -> None:
-        """Keep what is said after a loss."""
+        """Keep the words to print after a loss."""
         self._over = evaluations.over
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Print where the run goes."""
+        """Print the run's directory."""
         self._steps = config.steps
         self.warned(f"{counted(config.steps, 'step')} into {out}")
 
@@ -81,22 +82,22 @@ class LineProgress(Progress):
         self._write(f"{message}\n")
 
     def _write(self, text: str) -> None:
-        # back to the beginning of the line, over what stands there, and back again
+        # Return to the beginning of the line, overwrite it with spaces, and return again.
         erase = f"\r{' ' * 40}\r"
         print(f"{erase}{text}", end="", file=sys.stderr, flush=True)
 
 
 class NotebookProgress(LineProgress):
-    """The same, and the loss curve, drawn again at each evaluation."""
+    """The display of `LineProgress`, and the loss curve, redrawn at each evaluation."""
 
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Print where the run goes."""
+        """Print the run's directory."""
         super().started(config, dataset, state, out)
         self._run = RunDirectory(out)
         self._picture = None
 
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """Print a line, and draw the curve in the place of the one before."""
+        """Print a line, and replace the drawn curve."""
         from IPython.display import SVG, display
 
         super().evaluated(step, validation_loss)
@@ -111,10 +112,10 @@ class NotebookProgress(LineProgress):
 
 
 def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> bytes | None:
-    """The picture of a run's losses, or None with a warning.
+    """Return a picture of a run's losses, or None with a warning.
 
-    A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind; that
-    must not cost the end of training.
+    A `matplotlibrc` may ask for LaTeX or a missing backend, which raises errors of any kind. They
+    must not interrupt the end of training.
     """
     try:
         from jgpt.pictures.plots import losses_image  # 40 MiB that training doesn't need
@@ -129,12 +130,12 @@ def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> 
 
 
 def default_progress() -> Progress:
-    """Shown on a terminal and in a notebook, silent elsewhere."""
-    # a notebook has imported IPython, and a shell of IPython has no kernel
+    """Return a display for a terminal or a notebook, and a silent one elsewhere."""
+    # A notebook has imported IPython; a plain shell of IPython has no kernel.
     ipython = sys.modules.get("IPython")
     if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         return NotebookProgress()
-    # None under pythonw, and where standard error is closed
+    # None under pythonw, or where standard error is closed.
     if sys.stderr is not None and sys.stderr.isatty():
         return LineProgress()
     return Progress()

@@ -1,4 +1,4 @@
-"""What a config leaves open is decided here: dtypes, kernels, the mesh and micro-batches."""
+"""Decisions on what a config leaves open: dtypes, kernels, the mesh and micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,13 +15,14 @@ from jgpt.training.state import abstract_state
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config with everything decided, and what the run's directory records of it."""
+    """A config with everything decided, and the version that the run's directory records."""
 
     recorded: TrainConfig
-    """For config.json: with the vocabulary and dtype of this run, and otherwise as it was given, so
-    that the run can be resumed on other hardware."""
+    """The config for config.json, unchanged except for this run's vocabulary and dtype, so that the
+    run can be resumed on other hardware."""
     trained: TrainConfig
-    """What is compiled: nothing in it is `auto` but `eval_tokens`, which a plan decides."""
+    """The config that is compiled. Only its `eval_tokens` may still be `auto`, which a plan
+    decides."""
 
     def __post_init__(self) -> None:
         model = self.trained.model
@@ -39,10 +40,10 @@ class ResolvedConfig:
 def with_vocabulary_and_dtype(
     config: TrainConfig, vocab_size: int, platform: Platform
 ) -> TrainConfig:
-    """The config that a run records.
+    """Return the config that a run records.
 
-    A run keeps the dtype that it began with, also where another would be faster: its losses would
-    not go on as they were.
+    A run keeps the dtype that it began with, even where another would be faster, since its losses
+    would not continue consistently.
     """
     model = replace(config.model, vocab_size=vocab_size)
     model = replace(model, dtype=for_platform(model, platform).dtype)
@@ -50,9 +51,9 @@ def with_vocabulary_and_dtype(
 
 
 def for_machine(recorded: TrainConfig, machine: Machine) -> TrainConfig:
-    """The config with its mesh and all that depends on the platform, but for the micro-batches.
+    """Decide the mesh and everything that depends on the platform, except the micro-batches.
 
-    Raises ValueError if the devices are too small; nothing is compiled for that.
+    Raises ValueError if the devices are too small; nothing is compiled for that check.
     """
     mesh = recorded.mesh
     if mesh is None and machine.devices > 1:
@@ -66,7 +67,7 @@ def for_machine(recorded: TrainConfig, machine: Machine) -> TrainConfig:
 def resolve_micro_batches(
     recorded: TrainConfig, config: TrainConfig, machine: Machine, warn: Callable[[str], None]
 ) -> ResolvedConfig:
-    """Decide the last of what is open; `auto` compiles steps to see what fits."""
+    """Decide the micro-batches; `auto` compiles steps to see which number fits."""
     if config.micro_batches == "auto":
         warn(
             Message(
@@ -80,7 +81,8 @@ def resolve_micro_batches(
 
 
 def describe_replicated(config: TrainConfig) -> str | None:
-    """A warning of parameters that no mesh can shard, since their dimensions have no names."""
+    """Return a warning of parameters that no mesh can shard, since their dimensions have no
+    names."""
     unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
     if not unnamed:
         return None

@@ -1,4 +1,4 @@
-"""Resuming: which fields of a config may differ, and what that does to the learning rate."""
+"""Resuming: the fields of a config that may differ, and their effect on the learning rate."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.schedule import learning_rate_schedule
 
 _MAY_DIFFER = {
-    # how long, how often and where: none of them changes a step that is taken
+    # The length, frequency and place of a run: none of them changes a step that is taken.
     "steps",
     "eval_interval",
     "eval_tokens",
@@ -31,7 +31,7 @@ _MAY_DIFFER = {
     "trackers",
     # from the tokenizer
     "model.vocab_size",
-    # the learning rate may jump, which `describe_learning_rate` says
+    # These may make the learning rate jump, which `describe_learning_rate` reports.
     "optimizer.schedule_steps",
 }
 _MAY_BE_LOWERED = (
@@ -47,7 +47,7 @@ _OF_THE_STATE = (
     "optimizer.gradient_clip",
     "optimizer.ema_decay",
 )
-"""The beginnings of the names of fields that decide what arrays a train state has."""
+"""The prefixes of fields that decide which arrays a train state has."""
 
 
 def require_same_run(
@@ -59,9 +59,9 @@ def require_same_run(
 ) -> None:
     """Raise ValueError naming the fields of a config that a run can't be resumed with.
 
-    The place of the text may differ if the text itself is compared, and learning rates may be
-    lower. An imported run, whose only checkpoint is of step 0, keeps only what its state was made
-    with.
+    The location of the text may differ if `text_is_known`, since the text itself is then compared.
+    Learning rates may be lower. An imported run, whose only checkpoint is of step 0, must keep only
+    the fields that determine its state.
     """
     may_differ = set(_MAY_DIFFER)
     if text_is_known:
@@ -69,7 +69,7 @@ def require_same_run(
     for name, _, _ in _lowered_rates(saved, config):
         may_differ.add(f"optimizer.{name}")
     if list(checkpoints) == [0]:
-        # nothing has been trained that other values would contradict
+        # Nothing has been trained yet that other values would contradict.
         for name, _ in fields_of(saved):
             if not name.startswith(_OF_THE_STATE):
                 may_differ.add(name)
@@ -100,9 +100,9 @@ def require_same_run(
 
 
 def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """The config of a run whose checkpoints have no average of weights, as it was trained.
+    """Return the config as a run was trained, if its checkpoints have no average of weights.
 
-    Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError where it is to
+    Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError if the run is to
     be resumed with an average.
     """
     decay = saved.optimizer.ema_decay
@@ -123,7 +123,8 @@ def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainCon
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and values of a config's fields, those of its parts too; not the user's code."""
+    """Yield the names and values of a config's fields, including nested ones, but not custom
+    code."""
     for name, value in values_without_code(config).items():
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{prefix}{name}.")
@@ -134,13 +135,13 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def describe_learning_rate(
     saved: TrainConfig, config: TrainConfig, checkpoints: list[int]
 ) -> str | None:
-    """The effect of other steps and lower rates on the learning rate; None if there is none.
+    """Describe how other steps and lower rates affect the learning rate; None if they don't.
 
-    `checkpoints` are steps; the last is resumed. If only the number of steps causes a jump, the
+    `checkpoints` are steps; the last one is resumed. If only the number of steps causes a jump, the
     text says how to avoid it.
     """
     done = max(checkpoints, default=0)
-    if not 0 < done < config.steps:  # no step was taken, or none will be
+    if not 0 < done < config.steps:  # no step has been taken, or none will be
         return None
     span = saved.optimizer.schedule_steps or saved.steps
     new_span = config.optimizer.schedule_steps or config.steps
@@ -156,13 +157,13 @@ def describe_learning_rate(
     if not is_same_schedule:
         changes = [f"{config.steps} steps instead of {saved.steps}", *lowered]
     changed = Message(Message.join(", ", changes), ": the learning rate")
-    # a rate that was lowered on purpose may jump
+    # A rate that was lowered on purpose may jump.
     if lowered:
         return Message(
             changed,
             f" goes from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step {done + 1}",
         )
-    # where both schedules have the same rate, a run goes on without a jump
+    # From a step where both schedules have the same rate, a run continues without a jump.
     steady = []
     for step in checkpoints:
         if math.isclose(saved_rate(step), new_rate(step), rel_tol=1e-6):
@@ -181,9 +182,9 @@ def describe_learning_rate(
 
 
 def _way_without_a_jump(config: TrainConfig, span: int, steady: list[int]) -> str:
-    """How to resume with other steps and no jump of the rate, if there is a way.
+    """Describe how to resume with other steps and no jump of the rate, if that is possible.
 
-    `span` are the steps of the saved schedule, `steady` the checkpoints where both agree.
+    `span` is the number of steps in the saved schedule, `steady` the checkpoints where both agree.
     """
     same_schedule = dataclasses.replace(config.optimizer, schedule_steps=span)
     rate = _learning_rate(dataclasses.replace(config, optimizer=same_schedule))
@@ -204,7 +205,7 @@ def _way_without_a_jump(config: TrainConfig, span: int, steady: list[int]) -> st
 
 
 def describe_micro_batches(previous: int | None, config: TrainConfig) -> str | None:
-    """The effect of other micro-batches than those of the last start; None if they are the same."""
+    """Describe the effect of a changed number of micro-batches; None if it is unchanged."""
     if previous is None or previous == config.micro_batches:
         return None
     differences = "gradients differ in rounding"
@@ -223,17 +224,17 @@ def resume_evaluations(
     step: int,
     validation_tokens: int,
 ) -> tuple[EvaluationPlan, str | None]:
-    """The evaluations of a run that is resumed at a step, and a warning if their targets changed.
+    """Plan the evaluations of a run that is resumed at a step; warn if their targets changed.
 
-    `lines` are its provenance. The targets stay the same unless `eval_tokens` is another, also
-    where more steps would allow `auto` more of them.
+    `lines` are its provenance. The targets stay the same unless `eval_tokens` differs, even if more
+    steps would allow `auto` more targets.
     """
     recorded = known_targets(lines)
     same_targets = None
     if recorded is not None and saved.eval_tokens == config.eval_tokens == "auto":
         same_targets, _ = recorded
     evaluations = plan_evaluations(config, validation_tokens, targets=same_targets)
-    if recorded is None:  # a run from before they were recorded
+    if recorded is None:  # a run from before targets were recorded
         previous = plan_evaluations(saved, validation_tokens)
         recorded = (previous.targets, previous.spread)
     targets, spread = recorded
@@ -263,7 +264,7 @@ def _describe_targets(targets: int, spread: bool, split_targets: int) -> str:
 
 
 def _lowered_rates(saved: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, float, float]]:
-    """The name, old and new value of each learning rate that was lowered."""
+    """Yield the name, old and new value of each learning rate that was lowered."""
     for name in _MAY_BE_LOWERED:
         old = getattr(saved.optimizer, name)
         new = getattr(config.optimizer, name)

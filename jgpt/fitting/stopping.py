@@ -1,4 +1,4 @@
-"""What `fit` raises when it was asked to stop."""
+"""The exceptions of `fit` when it is asked to stop."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ class TrainingStopped(Exception):
 
 
 class StoppedBeforeTraining(TrainingStopped):
-    """Raised when a stop was asked for while the text was tokenized. What was tokenized is kept."""
+    """Raised when a stop was requested while the text was tokenized. The tokens so far are kept."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(0, directory)

@@ -20,9 +20,9 @@ from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
 
 LOG_SECONDS = 30
-"""How long training waits for a tracker to take the metrics of a step."""
+"""The seconds that training waits for a tracker to accept the metrics of a step."""
 CLOSE_SECONDS = 60
-"""How long the end of training waits for a tracker to write, or to upload, what it was given."""
+"""The seconds that the end of training waits for a tracker to write or upload its metrics."""
 
 
 class Tracker(Protocol):
@@ -33,16 +33,17 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all pending metrics."""
         ...
 
 
 Open = Callable[[Path, int, TrainConfig, bool], Tracker]
-"""Opens a tracker in a run's directory, to continue after a step; True for a new run."""
+"""A function that opens a tracker in a run's directory, to continue after a step; True for a new
+run."""
 
 
 def require_tracker(name: TrackerName) -> Open:
-    """How to open a tracker. Raises ModuleNotFoundError if its extra is not installed."""
+    """Return a function that opens a tracker. Raises ModuleNotFoundError without its extra."""
     match name:
         case "tensorboard":
             module = "tensorboardX"
@@ -61,7 +62,8 @@ def require_tracker(name: TrackerName) -> Open:
 
 
 class Trackers:
-    """The open trackers of a run. Each one has a thread, so that none can stop training for ever.
+    """The open trackers of a run. Each has its own thread, so that none can block training for
+    ever.
 
     A tracker that raises an error, or that takes too long, is not called again.
     """
@@ -76,9 +78,9 @@ class Trackers:
         for name in names:
             opener = require_tracker(name)
             try:
-                # in this thread: Weights & Biases may ask for a key, and has a time limit
+                # In this thread: Weights & Biases may ask for a key, and has its own time limit.
                 tracker = opener(run, step, config, new)
-            except Exception as error:  # each package has kinds of its own
+            except Exception as error:  # each package raises its own kinds
                 raise _failure(name, error) from error
             self._threads[name] = _Thread(tracker)
 
@@ -92,7 +94,7 @@ class Trackers:
                 raise _failure(name, error) from error
 
     def close(self, warn: Callable[[str], None]) -> None:
-        """Close the trackers: training has ended, so a failure is a warning."""
+        """Close the trackers. A failure is only a warning, since training has ended."""
         for name, thread in self._threads.items():
             try:
                 thread.call(lambda tracker: tracker.close(), CLOSE_SECONDS)
@@ -116,7 +118,8 @@ def _failure(name: str, error: Exception) -> OSError:
 
 
 class _Thread:
-    """Calls a tracker in a daemon thread, so that a call may never return and the process end."""
+    """A daemon thread that calls a tracker, so that the process can end even if a call never
+    returns."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -125,7 +128,7 @@ class _Thread:
         threading.Thread(target=self._work, daemon=True, name="tracker").start()
 
     def call(self, function: Callable[[Tracker], None], seconds: float) -> None:
-        """Call a function of the tracker. Raises what it raises, and TimeoutError."""
+        """Call a function of the tracker. Raises its errors, and TimeoutError after `seconds`."""
         self._calls.put(function)
         try:
             error = self._results.get(timeout=seconds)
@@ -160,7 +163,7 @@ class _TensorBoard:
         self._event = importlib.import_module(f"{package}.proto.event_pb2")
         self._scalar = importlib.import_module(f"{package}.summary").scalar
         self._checksum = importlib.import_module(f"{package}.record_writer").masked_crc32c
-        # the time in whole seconds, in which a run may be stopped and resumed, and what differs
+        # The time in whole seconds, and a random part: a run may stop and resume within one second.
         name = f"events.out.tfevents.{int(time.time())}.{secrets.token_hex(4)}"
         (run / TENSORBOARD).mkdir(exist_ok=True)
         self._path = run / TENSORBOARD / name
@@ -173,13 +176,14 @@ class _TensorBoard:
         records = b""
         for field, value in values.items():
             records += self._record(step, summary=self._scalar(field, value))
-        append(self._path, records)  # all of a step or nothing
+        append(self._path, records)  # all values of a step or none
 
     def close(self) -> None:
-        """All is written already."""
+        """Do nothing, since everything is written already."""
 
     def _record(self, step: int, **content: Any) -> bytes:
-        """An event as TensorFlow's record: its length, a checksum, the event, a checksum."""
+        """Return an event as a record of TensorFlow: its length, a checksum, the event, a
+        checksum."""
         event = self._event.Event(step=step, wall_time=time.time(), **content)
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
@@ -191,7 +195,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases: with `WANDB_MODE=offline`, its run stays in `RUN/wandb`."""
+    """Weights & Biases; with `WANDB_MODE=offline`, its run stays in `RUN/wandb`."""
 
     def __init__(
         self, wandb: Any, run: Path, first_step: int, config: TrainConfig, new: bool
@@ -199,7 +203,7 @@ class _Wandb:
         self._file = run / WANDB_ID
         self._identity = secrets.token_hex(4)
         self._saved = False
-        if self._file.is_file() and not new:  # their run goes on, too
+        if self._file.is_file() and not new:  # continues the run of Weights & Biases, too
             self._identity = self._file.read_text()
             self._saved = True
         self._run = wandb.init(
@@ -209,25 +213,25 @@ class _Wandb:
             id=self._identity,
             resume="allow",
             config=as_dict(config),
-            # the config of a resumed run may differ, such as in its steps
+            # A resumed run may have another config, for example more steps.
             allow_val_change=True,
         )
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log a step; at the first one, the run has begun and keeps the identity."""
+        """Log a step; the first one records the identity of the run at Weights & Biases."""
         if not self._saved:
             self._file.write_text(self._identity)
             self._saved = True
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload all pending metrics."""
         self._run.finish()
 
 
 @contextlib.contextmanager
 def trackers_removed_on_error(run: Path) -> Iterator[None]:
-    """After an error in the block, the folders of trackers have only what they had before."""
+    """Restore the folders of trackers to their earlier content if the block raises."""
     entries_before: dict[Path, set[Path] | None] = {}
     for folder in (run / TENSORBOARD, run / WANDB):
         entries_before[folder] = None

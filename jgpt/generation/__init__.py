@@ -1,1 +1,1 @@
-"""Prompts to text."""
+"""Generation: from a prompt to the text that continues it."""

@@ -16,18 +16,20 @@ from jgpt.refusal import Field, Message
 START = "<|im_start|>"
 END = "<|im_end|>"
 _REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
-"""What an answer may begin with. Tags further on are part of what it says, as spaces are."""
+"""The reasoning at the beginning of an answer. Later tags are part of the answer, with their
+spaces."""
 
 _Turn = list[int | str]
 """The pieces of a turn: special tokens by their numbers, and text."""
 
 
 class Chat:
-    """A conversation with a model; the context keeps the newest messages.
+    """A conversation with a model; the oldest messages are dropped from the context when it is
+    full.
 
-    Messages are encoded without special tokens: no text can end a turn or begin another role's.
-    `sampling` are the parameters of `jgpt.generate`. Raises ValueError for an invalid one, or a
-    tokenizer without ChatML's tokens.
+    Messages are encoded without special tokens, so that no text can end a turn or begin another
+    role's turn. `sampling` are the parameters of `jgpt.generate`. Raises ValueError for an invalid
+    parameter, or a tokenizer without ChatML's tokens.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Chat:
         self._system: list[_Turn] = []
         if system is not None:
             self._system = [self._pieces("system", system)]
-        # raises for what can't be encoded, before the first message is written
+        # This raises before the first message if the system message can't be encoded.
         self._tokens([*self._system, self._pieces("user", "")])
         self._turns: list[_Turn] = []
 
@@ -86,9 +88,10 @@ class Chat:
         return dropped, self._answer(turns, pieces)
 
     def _fit_context(self, turns: list[_Turn]) -> tuple[list[_Turn], list[int]]:
-        """The newest turns that leave room for an answer, and the tokens of the whole context."""
+        """Return the newest turns that leave room for an answer, and the tokens of the whole
+        context."""
         size = self._model.block_size
-        # an answer may be long, but at most half of the context is kept free for it
+        # Room for a long answer is limited to half of the context.
         max_tokens = size - min(self._max_new_tokens, size // 2)
         while True:
             tokens = self._tokens([*self._system, *turns])
@@ -103,7 +106,7 @@ class Chat:
                         " are left",
                     )
                 )
-            turns = turns[2:]  # a question goes with its answer
+            turns = turns[2:]  # a question and its answer are dropped together
 
     def _answer(
         self, turns: list[_Turn], pieces: Iterator[tuple[str, ...]]
@@ -113,14 +116,15 @@ class Chat:
             for (text,) in pieces:
                 answer += text
                 yield text
-        finally:  # also when the caller stops reading: what was read stays in the conversation
+        finally:  # if the caller stops reading, the part it read stays in the conversation
             remembered = answer[_length_of_reasoning(answer) :]
             self._turns = [*turns, self._pieces("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
-        """The tokens of turns, and of the words that open an answer.
+        """Encode turns, followed by the words that open an answer.
 
-        They are encoded as one text: a special token may take the spaces and newlines beside it.
+        They are encoded as one text, since a special token may include the spaces and newlines
+        beside it.
         """
         pieces: _Turn = []
         for turn in turns:
@@ -129,11 +133,11 @@ class Chat:
         return self._tokenizer.encode_template(pieces).tolist()
 
     def _turn(self, role: str, text: str) -> list[int]:
-        """The tokens of a turn that stands alone."""
+        """Encode a single turn."""
         return self._tokenizer.encode_template(self._pieces(role, text)).tolist()
 
     def _opening(self, role: str) -> list[int]:
-        """The tokens that open a turn, alone."""
+        """Encode the words that open a turn."""
         return self._tokenizer.encode_template([self._start, f"{role}\n"]).tolist()
 
     def _pieces(self, role: str, text: str) -> _Turn:
@@ -142,14 +146,16 @@ class Chat:
 
 def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
     for word in (START, END):
-        # a special token is one token, and as ordinary text several: no message can contain it
+        # As a special token this is one token, and as ordinary text several, so no message can
+        # contain it.
         if len(tokenizer.encode_part(word)) != 1 or len(tokenizer.encode_ordinary(word)) <= 1:
             return False
     return True
 
 
 def _length_of_reasoning(answer: str) -> int:
-    """The length of the reasoning that an answer begins with, which the template forgets."""
+    """Return the length of the reasoning at the beginning of an answer, which the template
+    omits."""
     found = _REASONING.match(answer)
     if found is None:
         return 0

@@ -1,4 +1,4 @@
-"""Generation: prefill, and the decode loop over a KV cache."""
+"""Generation: prefill, and the decoding loop with a KV cache."""
 
 import functools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 TOKENS_PER_CALL = 32
-"""Tokens of each row that a call of the compiled loop draws, before the host reads them."""
+"""The number of tokens that one call of the compiled loop draws for each row."""
 
 
 @typed
@@ -37,13 +37,15 @@ def generate(
 ) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
     """Continue each prompt by `max_new_tokens` sampled tokens, with a KV cache.
 
-    Prompts of different `lengths` are right-padded. Each continuation follows its prompt, and 0
-    fills the rest. A row depends only on its prompt, the key and the row's index, up to rounding.
-    Raises ValueError for an empty prompt or an invalid sampling parameter.
+    Returns each prompt, its continuation, and zeros as padding. Prompts of different `lengths` are
+    right-padded. `key` is the PRNG key for sampling. A row depends only on its prompt, the key and
+    the row's index, up to rounding. Raises ValueError for an empty prompt or an invalid sampling
+    parameter.
 
-    The context is the last `block_size` tokens. Past it, models with rotary positions go on with a
-    rolling cache; models with learned positions recompute the whole context for each token, for
-    all rows as soon as the longest one needs it. Custom models without a KV cache always do so.
+    The context is the last `block_size` tokens. When it is full, models with rotary positions
+    continue with a rolling cache. Models with learned positions recompute the whole context for
+    each token, in all rows as soon as the longest one is full. Custom models without a KV cache
+    always recompute it.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     if lengths is None:
@@ -53,7 +55,7 @@ def generate(
     new_tokens = np.concatenate([no_tokens, *pieces], axis=1)
     continued = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
     for row, length in enumerate(lengths):
-        continued[row, length:] = 0  # what the prompt was padded with may be any token
+        continued[row, length:] = 0  # the caller's padding may be any token
         continued[row, length : length + max_new_tokens] = new_tokens[row]
     return jax.device_put(continued)
 
@@ -68,9 +70,9 @@ def stream(
     *,
     key: Key[Array, ""] | nnx.Rngs,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """The tokens that `generate` appends, in pieces, as they are sampled.
+    """Return an iterator over the tokens that `generate` appends, in pieces, as they are sampled.
 
-    An invalid request raises here, and not when the first piece is read.
+    An invalid request raises here rather than when the first piece is read.
     """
     graph, weights = nnx.split(model)
     if isinstance(key, nnx.Rngs):
@@ -88,7 +90,7 @@ def stream(
     )
     recomputes = _must_recompute(model, prompt.shape[1] + max_new_tokens)
     draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
-    # as arrays of one dtype: Python's int and float would each have a program
+    # Arrays of one dtype, since a Python int and a float would each compile a program.
     sampling = jax.tree.map(jnp.float32, sampling)
 
     def dispatch_calls(window, length, cache):
@@ -104,15 +106,15 @@ def stream(
 
 @typed
 def _read_calls(calls: Iterator[Any]) -> Iterator[Int[np.ndarray, "batch tokens"]]:
-    """The tokens of calls of the decode loop, which are dispatched one ahead.
+    """Yield the tokens of calls of the decoding loop, which are dispatched one call ahead.
 
-    JAX returns from a call before it is computed. While the host waits for the tokens of one call,
-    and decodes them, the device computes the next: it is never idle.
+    JAX returns from a call before its result is computed. While the host waits for the tokens of
+    one call and decodes them, the device computes the next call, so that it is never idle.
     """
     call = next(calls, None)
     while call is not None:
         drawn, is_finite, count = call
-        call = next(calls, None)  # dispatched before the wait, which is in the next line
+        call = next(calls, None)  # dispatched before the next line waits
         if not is_finite:
             raise FloatingPointError(
                 "the model's logits are not finite: its weights have diverged or are damaged"
@@ -121,10 +123,10 @@ def _read_calls(calls: Iterator[Any]) -> Iterator[Int[np.ndarray, "batch tokens"
 
 
 def _must_recompute(model: LanguageModel, tokens: int) -> bool:
-    """Whether some token of so many needs the whole context computed anew, without the cache.
+    """Return whether one of `tokens` tokens needs the whole context recomputed without the cache.
 
-    Learned positions shift with the context, so that nothing in a cache stays true. A full context
-    is good for one more token before that. Rotary positions are relative: a cache of theirs rolls.
+    Learned positions shift with the context, which invalidates the cache. A full context allows one
+    more token before that. Rotary positions are relative, so their cache can roll.
     """
     if not isinstance(model, CachedLanguageModel):
         return True
@@ -134,7 +136,7 @@ def _must_recompute(model: LanguageModel, tokens: int) -> bool:
 
 
 def _require_no_trace(arrays: Any) -> None:
-    """Raise ValueError under jit, vmap and grad, where some array is a tracer.
+    """Raise ValueError if an array is a tracer, as under jit, vmap and grad.
 
     Under jit the model and the prompt may be constants, but an array that is made there is not.
     """
@@ -170,7 +172,7 @@ def _require_valid(
 def _left_padded(
     prompt: Int[np.ndarray, "batch time"], lengths: Int[np.ndarray, " batch"], block_size: int
 ) -> Int[np.ndarray, "batch {block_size}"]:
-    """The last tokens of right-padded prompts, left-padded: then all of them end together."""
+    """Left-pad the last tokens of right-padded prompts, so that all rows end together."""
     window = np.zeros((len(prompt), block_size), np.int32)
     for row, length in enumerate(lengths):
         tokens = prompt[row, :length][-block_size:]
@@ -180,27 +182,28 @@ def _left_padded(
 
 @typed
 def _cache_sizes(length: int, max_new_tokens: int, block_size: int) -> tuple[int, int]:
-    """The width of the prefill, and the capacity of the cache, of a prompt of `length` tokens.
+    """Return the width of the prefill and the capacity of the cache for a prompt of `length`
+    tokens.
 
     Both are powers of two, so that few programs serve prompts of all lengths.
     """
-    context = length - 1  # without the last token, which the decode loop starts with
+    context = length - 1  # without the last token, with which the decoding loop starts
     width = 0
     if context > 0:
         width = min(block_size, _next_power_of_two(context))
-    # every token reads the whole cache: no larger than this text needs
+    # Every token reads the whole cache, so it is no larger than necessary.
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
     return width, min(block_size, _next_power_of_two(longest))
 
 
 @typed
 def _next_power_of_two(count: int) -> int:
-    """The least power of two that is not below a count."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
-# With all weights kept, the results are committed to devices if these are, as those of the decode
-# loop will be: it would be compiled for both.
+# With all weights kept, the results are committed to devices if the weights are, like the results
+# of the decoding loop. Otherwise the loop would be compiled for both.
 @functools.partial(jax.jit, static_argnames=("graph", "width", "capacity"), keep_unused=True)
 @typed
 def _prefill(
@@ -212,23 +215,23 @@ def _prefill(
     width: int,
     capacity: int,
 ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"], KVCache]:
-    """The left-padded prompts, their lengths, and the KV cache of all but the last token.
+    """Return the left-padded prompts, their lengths, and the KV cache without the last token.
 
-    The cache is of the last `width` tokens before that one.
+    The cache holds the last `width` tokens before that token.
     """
     model = nnx.merge(graph, weights)
     batch, size = window.shape
     if not isinstance(model, CachedLanguageModel):
         return window, length, KVCache((), batch=batch)
     prefill_capacity = width
-    if width == 0:  # prompts of one token, with which the decode loop starts
+    if width == 0:  # prompts of one token need no prefill
         prefill_capacity = capacity
-    # as large as the prompt: attention over a cache that is full skips the keys after each query
+    # As large as the prompt, since attention with a full cache skips the keys after each query.
     cache = model.empty_cache(batch, prefill_capacity)
-    cache.set_lengths(length - 1 - width)  # negative: the number of slots of padding
+    cache.set_lengths(length - 1 - width)  # negative: the number of padding slots
     if width == 0:
         return window, length, cache
-    # With a column of padding, the slice ends before the last token also if `width` is a block.
+    # With a column of padding, the slice ends before the last token even if `width` is a block.
     tokens = jnp.pad(window, ((0, 0), (1, 0)))[:, size - width : size]  # batch width
     model.hidden(tokens, cache=cache)
     for layer in cache.layers:
@@ -258,20 +261,21 @@ def _draw(
 ]:
     """Sample `count` tokens. Rows of `window` are left-padded.
 
-    `count` and `start` are traced: calls of all lengths are one program, whose result has room for
-    `TOKENS_PER_CALL`. Returns the window, the lengths and the cache after them, the tokens, and
-    whether all logits were finite.
+    `count` and `start` are traced, so that one program serves calls of all lengths; its result has
+    room for `TOKENS_PER_CALL` tokens. Returns the window, the lengths and the cache after these
+    tokens, the tokens, and whether all logits were finite.
     """
     model = nnx.merge(graph, weights)
     batch, size = window.shape
 
     def last_hidden(whole_window, window, cache, known):  # batch 1 features
         if not isinstance(model, CachedLanguageModel):
-            # right-padded, since a causal model ignores what follows a token, but not what precedes
+            # Right-padded, since a causal model ignores tokens after a position, but not those
+            # before it.
             tokens = jax.vmap(jnp.roll)(window, known)
             hidden = model.hidden(tokens)
             return jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
-        if whole_window:  # learned positions that have shifted
+        if whole_window:  # learned positions have shifted
             empty = model.empty_cache(batch)
             empty.set_lengths(known - size)
             return model.hidden(window, cache=empty)[:, -1:]
@@ -279,15 +283,15 @@ def _draw(
 
     def step(whole_window, i, carry):
         window, cache, drawn, finite = carry
-        known = jnp.minimum(length + i, size)  # tokens of each row in the window
+        known = jnp.minimum(length + i, size)  # the number of tokens of each row in the window
         x = last_hidden(whole_window, window, cache, known)
         logits = model.logits(x)[:, 0]  # batch vocab
-        # by the number of the token, so that calls of any length draw the same
+        # The key depends on the token's number, so that calls of any length draw the same tokens.
         token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
-        # rows end together: one shift of the window appends the token to all of them
+        # All rows end together, so one shift of the window appends the token to each.
         window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
         drawn = drawn.at[:, i].set(token)
-        # a compiled loop can't raise: the host reads it with the tokens
+        # A compiled loop can't raise, so the host reads this flag with the tokens.
         finite = finite & jnp.isfinite(logits).all()
         return window, cache, drawn, finite
 
@@ -298,10 +302,10 @@ def _draw(
     if not isinstance(model, CachedLanguageModel):
         from_cache = jnp.int32(0)
     elif recomputes:
-        # a full context is good for one more token from the cache; then learned positions shift
+        # A full context allows one more token from the cache; then learned positions shift.
         from_cache = jnp.clip(size + 1 - length.max(), 0, count)
     carry = jax.lax.fori_loop(0, from_cache, functools.partial(step, False), carry)
-    # Two loops and not a condition in one: `recomputes` is static, and a program for a text that
+    # Two loops instead of a condition in one: `recomputes` is static, so a program for a text that
     # fits into the block has no second pass over the model.
     if recomputes:
         carry = jax.lax.fori_loop(from_cache, count, functools.partial(step, True), carry)
@@ -313,8 +317,8 @@ _compiled_draw = jax.jit(
     _draw,
     static_argnames=("graph", "recomputes"),
     donate_argnames=("window", "cache"),
-    # With AVX-512, a product of one row then reads weights faster; other platforms ignore it.
-    # Not a decorator: JAX refuses compiler options under another trace, where the shapes of
-    # `_draw` are proven.
+    # With AVX-512, a product of one row then reads weights faster; other platforms ignore the
+    # option. A decorator can't set it: JAX rejects compiler options under another trace, in which
+    # the shapes of `_draw` are proven.
     compiler_options={"xla_cpu_prefer_vector_width": 512},
 )

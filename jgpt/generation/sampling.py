@@ -15,7 +15,8 @@ from jgpt.shapes.contract import record, typed
 @record
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Under jit all but `top_k` are traced: changing them compiles nothing."""
+    """Sampling parameters. Under jit all but `top_k` are traced, so that new values compile
+    nothing."""
 
     temperature: float = 1.0
     top_k: int | None = field(default=None, metadata={"static": True})
@@ -46,12 +47,13 @@ def next_token(
     (Nguyen et al. 2024, section 3). Temperature 0 is greedy. Of equally likely tokens, `top_k`,
     `top_p` and temperature 0 prefer those of the lowest index.
     """
-    # bfloat16 has too few digits for probabilities; float64 stays
+    # bfloat16 has too few digits for probabilities; float64 stays float64.
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     draw = functools.partial(_sample, key=key, sampling=sampling)
     # below the smallest normal number, division overflows
     is_warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny
-    # decided at run time: another temperature, 0 too, compiles nothing
+    # The condition is evaluated at run time, so that no temperature, not even 0, compiles a
+    # program.
     return jax.lax.cond(is_warm, draw, _most_likely, logits)
 
 
@@ -64,7 +66,7 @@ def _most_likely(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
 def _sample(
     logits: Float[Array, "batch vocab"], key: Key[Array, ""], sampling: Sampling
 ) -> Int[Array, " batch"]:
-    # shifted to a maximum of 0, logits can't overflow at any temperature
+    # With a maximum of 0, logits can't overflow at any temperature.
     highest = logits.max(axis=-1, keepdims=True)  # batch 1
     logits = (logits - highest) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -72,10 +74,10 @@ def _sample(
     if sampling.top_p is not None:
         logits = _keep_nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        # a fraction of the highest probability, whose logit is 0: no softmax is needed
+        # The logit of the highest probability is 0, so this fraction of it needs no softmax.
         is_unlikely = logits < jnp.log(sampling.min_p)
         logits = jnp.where(is_unlikely, -jnp.inf, logits)
-    # weights, not probabilities: the draw divides by their sum
+    # These are weights rather than probabilities: the draw divides by their sum.
     weights = jnp.exp(logits)
     return _draw_by_weight(weights, key)
 
@@ -95,8 +97,9 @@ def _keep_nucleus(
     descending = jnp.sort(logits, axis=-1)[:, ::-1]  # batch vocab
     probabilities = jax.nn.softmax(descending, axis=-1)
     cumulative = jnp.cumsum(probabilities, axis=-1)  # batch vocab
-    # A token is in the nucleus while those before it fall short of `top_p`. Their sum is read
-    # off the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below 0.8.
+    # A token is in the nucleus while the probabilities before it add up to less than `top_p`. That
+    # sum is read from the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below
+    # 0.8.
     count = 1 + (cumulative[:, :-1] < top_p).sum(axis=-1)  # batch
     smallest_kept = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]  # batch
     return _keep_largest(logits, smallest_kept, count)
@@ -106,15 +109,16 @@ def _keep_nucleus(
 def _draw_by_weight(
     weights: Float[Array, "batch vocab"], key: Key[Array, ""]
 ) -> Int[Array, " batch"]:
-    """A token for each row, by inverse transform: first a block of tokens, then a token in it.
+    """Draw a token for each row by inverse transform: first a block of tokens, then a token in it.
 
-    That takes two random numbers for a row, where the Gumbel trick of `jax.random.categorical`
-    needs one for each token.
+    This takes two random numbers for each row, where the Gumbel trick of `jax.random.categorical`
+    takes one for each token.
     """
     batch, vocab = weights.shape
-    block_size = math.isqrt(vocab)  # as many blocks as tokens in each: both sums are short
+    # about as many blocks as tokens in a block, so that both sums are short
+    block_size = math.isqrt(vocab)
     num_blocks = -(-vocab // block_size)
-    # the padding has weight 0, and is never drawn
+    # The padding has weight 0 and is never drawn.
     padded = jnp.pad(weights, ((0, 0), (0, num_blocks * block_size - vocab)))
     blocks = padded.reshape(batch, num_blocks, block_size)
     uniform = jax.random.uniform(key, (batch, 2), weights.dtype)
@@ -129,14 +133,14 @@ def _keep_largest(
     smallest: Float[Array, " batch"],
     count: Int[Array, " batch"],
 ) -> Float[Array, "batch vocab"]:
-    """The `count` largest logits of each row, down to `smallest`; the others become -inf.
+    """Keep the `count` largest logits of each row, down to `smallest`; the others become -inf.
 
-    A threshold alone would keep every tie, and bfloat16 makes many. Of ties the first are kept:
+    A threshold alone would keep every tie, and bfloat16 causes many. Among ties the first are kept:
     counting them takes a tenth of the time of a sort that also moves indices.
     """
     larger = logits > smallest[:, None]  # batch vocab
     ties = logits == smallest[:, None]
-    room = count - larger.sum(axis=-1)  # batch: so many ties are kept
+    room = count - larger.sum(axis=-1)  # batch: the number of ties that are kept
     first_ties = ties & (jnp.cumsum(ties, axis=-1) <= room[:, None])
     return jnp.where(larger | first_ties, logits, -jnp.inf)
 
@@ -145,9 +149,9 @@ def _keep_largest(
 def _inverse_transform(
     weights: Float[Array, "batch choices"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """A choice for each row, by weight, from a number in [0, 1); never one of weight 0."""
-    # partial sums may round, so weight 0 is not seen in them: it gets a sum that is never reached
+    """Draw a choice for each row by weight, from a number in [0, 1); never one of weight 0."""
+    # Partial sums may round, which hides a weight of 0: its sum becomes one that is never reached.
     total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
-    # in (0, 1], and times the last sum: the largest number still reaches the last choice
+    # In (0, 1], times the last sum, so that the largest number still reaches the last choice.
     reached = total >= (1 - uniform[:, None]) * total.max(axis=-1, keepdims=True)
-    return jnp.argmax(reached, axis=-1).astype(jnp.int32)  # the first that is reached
+    return jnp.argmax(reached, axis=-1).astype(jnp.int32)  # the first sum that is reached

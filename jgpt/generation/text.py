@@ -1,4 +1,4 @@
-"""Text generation: streaming, stop strings."""
+"""Text generation with streaming and stop strings."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ def generate_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Texts:
-    """Return the continuations of prompts, or of one prompt, which `stream_text` streams.
+    """Return the continuation of one prompt, or the continuations of several.
 
     Arguments and errors are those of `stream_text`.
     """
@@ -52,13 +52,13 @@ def stream_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Iterator[Texts]:
-    """Stream the continuations of prompts, which are sampled as one batch, or of one prompt.
+    """Stream the continuation of one prompt, or of several that are sampled as one batch.
 
     `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
     after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
-    begin in the prompt. An empty prompt stands for the beginning of a text, where the tokenizer
-    has a token for that, else for a newline. The default key is that of seed 0.
-    Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
+    begin in the prompt. An empty prompt stands for the beginning of a text if the tokenizer has a
+    token for that, else for a newline. `key` is the PRNG key for sampling, by default that of seed
+    0. Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
     encode, or an invalid sampling parameter.
     """
     texts = prompts
@@ -100,12 +100,12 @@ def stream_text(
 def _encode_prompt(
     tokenizer: Tokenizer, text: str
 ) -> tuple[Integer[np.ndarray, " tokens"], tuple[int, ...]]:
-    """The tokens that the model continues, and those of the text that the continuation follows."""
+    """Return the tokens that the model continues, and those whose text the continuation follows."""
     if text:
         tokens = tokenizer.encode(text)
-        # tokens that begin a text are none of its characters
+        # Tokens that begin a text have no characters.
         return tokens, tuple(tokens[len(tokenizer.begin) :].tolist())
-    # what stands for an empty prompt is no part of the text
+    # The tokens that stand for an empty prompt are not part of the text.
     return default_prompt(tokenizer), ()
 
 
@@ -122,9 +122,9 @@ def stream_continuations(
     stop: tuple[str, ...],
     contexts: tuple[tuple[int, ...], ...],
 ) -> Iterator[tuple[str, ...]]:
-    """`stream_text` for tokens, right-padded to one length.
+    """Stream like `stream_text`, from tokens that are right-padded to one length.
 
-    A text is what its tokens add to the text of its context, the tokens that it continues.
+    A text is the part that its tokens add to the text of its context, the tokens that it continues.
     """
     writers = tuple(_Detokenizer(tokenizer, stop, context) for context in contexts)
     pieces = stream(model, prompt, lengths, max_new_tokens, sampling, key=key)
@@ -139,16 +139,16 @@ def _texts(
         yield tuple(writer.write(row) for writer, row in zip(writers, piece, strict=True))
         if all(writer.ended for writer in writers):
             return
-    # no token more: what waited for one, as half a character does, is written as it is
+    # There are no more tokens: pending text, such as part of a character, is written unchanged.
     nothing = np.zeros(0, np.int32)
     yield tuple(writer.write(nothing, final=True) for writer in writers)
 
 
 @typed
 def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """The prompt of a sample without one: the beginning of a text, where it has a token.
+    """Return the tokens that stand for an empty prompt.
 
-    Else a newline, or the first token if there is none.
+    They are the token that begins a text, else a newline, else the first token of the vocabulary.
     """
     if tokenizer.begin:
         return np.array(tokenizer.begin, np.int32)
@@ -157,23 +157,24 @@ def default_prompt(tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
         newline = tokenizer.encode("\n")
     except ValueError:
         return first_token
-    if len(newline) == 0:  # a tokenizer of words leaves out what is between them
+    if len(newline) == 0:  # a tokenizer of words drops newlines
         return first_token
     return newline
 
 
 MOST_PENDING = 2 * TOKENS_PER_CALL
-"""Tokens that wait for the rest of a character: more of them are bytes that are no text."""
+"""The most tokens that wait for the rest of a character; if there are more, their bytes are not
+text."""
 INCOMPLETE = 3
-"""Bytes, and so tokens, that a character lacks its last one of: UTF-8 has at most four."""
+"""The most bytes, and thus tokens, of an incomplete character: UTF-8 has at most four bytes."""
 
 
 class _Detokenizer:
     """Incremental detokenizer of one sequence, which ends before a stop string.
 
-    Tokens are decoded together with those that came just before them: decoders strip the space of
-    a first word, and a character may span tokens. Earlier tokens are not decoded again, so the
-    work is linear in the number of tokens.
+    Tokens are decoded together with those just before them, because decoders strip the space of a
+    first word, and a character may span tokens. Earlier tokens are not decoded again, so the work
+    is linear in the number of tokens.
     """
 
     def __init__(
@@ -195,14 +196,14 @@ class _Detokenizer:
 
     @typed
     def write(self, tokens: Integer[np.ndarray, " tokens"], *, final: bool = False) -> str:
-        """Add tokens; return the text that has become certain."""
+        """Add tokens; return the text that later tokens can't change."""
         if self.ended:
             return ""
         self._unwritten += self._new_text(tokens.tolist(), final)
         stops = [self._unwritten.find(stop) for stop in self._stop if stop in self._unwritten]
         if stops:
             self.ended = True
-            end = min(stops)  # the first in the text, whichever is listed first
+            end = min(stops)  # the first in the text, in whatever order they are listed
         elif final:
             end = len(self._unwritten)
         else:
@@ -212,7 +213,7 @@ class _Detokenizer:
         return text
 
     def _new_text(self, tokens: list[int], final: bool) -> str:
-        """The text of tokens and of those that waited, but for an incomplete character."""
+        """Return the text of pending and new tokens, without an incomplete character at the end."""
         self._pending.extend(tokens)
         if final:
             count = len(self._pending)
@@ -221,7 +222,8 @@ class _Detokenizer:
         if count == 0:
             return ""
         complete = self._pending[:count]
-        # the difference of two decodings: the tokens alone might lose the space before a word
+        # The difference of two decodings, since the tokens alone might lose the space before a
+        # word.
         text = self._tokenizer.decode(self._context + complete)
         new_text = text[self._context_length :]
         self._set_context(complete)
@@ -229,7 +231,7 @@ class _Detokenizer:
         return new_text
 
     def _count_complete(self) -> int:
-        """How many of the pending tokens end with a whole character."""
+        """Return the number of pending tokens that end with a complete character."""
         pending = len(self._pending)
         for waiting in range(min(INCOMPLETE, pending) + 1):
             tokens = self._context + self._pending[: pending - waiting]
@@ -241,9 +243,11 @@ class _Detokenizer:
         return 0
 
     def _begin_of_stop(self) -> int:
-        """Where the text ends that can't begin a stop string."""
+        """Return the index from which the text may be the beginning of a stop string, or its
+        length."""
         longest = max((len(stop) for stop in self._stop), default=1)
-        # a whole stop string was looked for before: all but its last character may be there
+        # A complete stop string was found before, so only a string without its last character can
+        # be here.
         first = max(0, len(self._unwritten) - (longest - 1))
         for place in range(first, len(self._unwritten)):
             possible_beginning = self._unwritten[place:]

@@ -1,1 +1,1 @@
-"""Weights in other projects' formats."""
+"""Weights in the formats of other projects."""

@@ -1,4 +1,4 @@
-"""The formats of other projects: their names for modules and config fields."""
+"""The formats of other projects: their names of modules and config fields."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,28 +12,29 @@ from jgpt.refusal import Field, Message
 
 @dataclass(frozen=True)
 class Format:
-    """How another project names modules and config fields."""
+    """The names of modules and config fields in another project."""
 
     name: str
     modules: dict[str, str]
-    """From our modules to theirs. Several of ours with one name are concatenated."""
+    """From jgpt's modules to theirs. Several modules with one name are concatenated."""
     fields: tuple[tuple[str, str], ...]
-    """Pairs of their config field and ours."""
+    """Pairs of their config field and jgpt's."""
     defaults: dict[str, Any]
-    """Values of missing fields. Of a field without a pair, the only supported value."""
+    """Values of missing fields. For a field without a pair, this is the only supported value."""
     implied: dict[str, Any]
-    """Our fields without a pair, where the value is not our default."""
+    """Values of jgpt's fields without a pair, where they differ from jgpt's defaults."""
     linear: bool = True
-    """Kernels are (out, in), as in PyTorch's Linear; in GPT-2's Conv1D they are (in, out)."""
+    """Whether kernels are (out, in), as in PyTorch's Linear; in GPT-2's Conv1D they are (in,
+    out)."""
     prefix: str = "transformer"
-    """The outer module in names of tensors."""
+    """The outer module in the names of tensors."""
     architecture: str = ""
-    """The class in transformers."""
+    """The name of the class in transformers."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of another name that transformers accepts, and their config field."""
+    """Pairs of an alternative name that transformers accepts, and their config field."""
 
 
-# A row of a table is a line, and not a field: formats are compared by reading down a column.
+# Each row of a table is one line, so that formats can be compared column by column.
 _MODULES = (
     ("token_embedding", "wte", "embed_tokens"),
     ("position_embedding", "wpe", ""),
@@ -57,7 +58,7 @@ _DECODER = {
     "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
     "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {},
 }  # fmt: skip
-"""What every config of transformers may say, and these models must."""
+"""Values of fields of every transformers config, which these models must have."""
 
 GPT2 = Format(
     "GPT-2", {ours: name for ours, name, _ in _MODULES if name},
@@ -88,7 +89,7 @@ NANOGPT = Format(
         ("n_head", "num_heads"), ("n_embd", "embed_dim"), ("dropout", "dropout"),
         ("bias", "use_bias"), ("bias", "qkv_bias"),
     ),
-    defaults={"bias": True, "dropout": 0.0},  # older checkpoints lack these
+    defaults={"bias": True, "dropout": 0.0},  # older checkpoints lack these fields
     implied={"positions": "learned", "norm": "layer", "activation": "gelu"},
 )  # fmt: skip
 LLAMA = Format(
@@ -112,14 +113,14 @@ LLAMA = Format(
 )  # fmt: skip
 QWEN3 = dataclasses.replace(
     LLAMA, name="Qwen3", architecture="Qwen3ForCausalLM",
-    # one epsilon for all norms
+    # all norms share one epsilon
     fields=(*LLAMA.fields, ("rms_norm_eps", "qk_norm_epsilon")),
     defaults=LLAMA.defaults
     | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
     implied=LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True},
 )  # fmt: skip
 HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
-"""By `model_type`."""
+"""The formats by `model_type`."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -134,14 +135,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Their names of ours. Of several, an export writes the first."""
+"""Their names of activations, and jgpt's. Of several names, an export writes the first."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
 _IRRELEVANT = (
     "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype", "qk_norm_epsilon",
     "activation_dtype", "attention_kernel", "param_dtype", "remat", "scan_layers",
 )  # fmt: skip
-"""Our fields that don't change what a trained model computes; QK-norm's epsilon does only in a
-format that has QK-norm, where it is a field."""
+"""Fields of jgpt that don't change the output of a trained model. The epsilon of QK-norm does, but
+only in a format with QK-norm, where it is a field."""
 
 
 def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
@@ -160,7 +161,7 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
             f"{unknown[0]}={values[unknown[0]]!r} is not supported: a field that jgpt does not "
             f"know may change what the model computes (unknown: {', '.join(unknown)})"
         )
-    # fields that we have no word for: another value would compute something else
+    # jgpt has no field for these; another value would compute something else.
     for name in format.defaults.keys() - pairs.keys():
         _require_supported(name, values[name], format.defaults[name])
     fields = dict(format.implied)
@@ -176,7 +177,7 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
 
 
 def describe_dropout(values: dict[str, Any], config: ModelConfig) -> str | None:
-    """The dropout rates of a `config.json` that differ from the model's one rate, in words."""
+    """Describe the dropout rates of a `config.json` that differ from the model's single rate."""
     values = HF_FORMATS[values.get("model_type", "gpt2")].defaults | values
     rates = {name: values[name] for name in _DROPOUTS if name in values}
     if all(rate == config.dropout for rate in rates.values()):
@@ -189,7 +190,7 @@ def describe_dropout(values: dict[str, Any], config: ModelConfig) -> str | None:
 
 
 def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
-    """The values under one name each."""
+    """Replace alternative names in a config, so that each value has one name."""
     values = dict(values)
     for alias, name in format.aliases:
         if alias not in values:
@@ -204,10 +205,10 @@ def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
 
 
 def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with the base of plain rotary positions as `rope_theta`.
+    """Replace the parameters of plain rotary positions by their base, as `rope_theta`.
 
-    transformers writes the base into `rope_parameters` since version 5. It prefers `rope_scaling`,
-    which older versions wrote, and the base inside of either to that beside it.
+    Since version 5, transformers writes the base into `rope_parameters`. It prefers `rope_scaling`,
+    which older versions wrote, and prefers a base inside either of them to one beside them.
     """
     values = dict(values)
     parameters = values.pop("rope_parameters", None)
@@ -225,7 +226,7 @@ def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain_rope(rope: Any) -> bool:
-    """Whether parameters of rotary positions say what jgpt computes."""
+    """Return whether the parameters of rotary positions describe the ones that jgpt computes."""
     if not isinstance(rope, dict):
         return False
     allowed = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
@@ -238,7 +239,7 @@ def _is_plain_rope(rope: Any) -> bool:
 
 
 def _require_supported(name: str, value: Any, only: Any) -> None:
-    if name == "layer_types":  # a list, of a word for each layer
+    if name == "layer_types":  # a list with one word for each layer
         only = "full_attention"
         if value is None or (isinstance(value, list) and all(kind == only for kind in value)):
             return
@@ -256,10 +257,10 @@ def _read_activation(name: str, value: Any) -> Activation:
 
 
 def _lowest(rates: list[Any]) -> Any:
-    """The rate that no place exceeds: an import trains with no more dropout than its source."""
+    """Return the lowest rate, so that an import trains with no more dropout than its source."""
     for rate in rates:
         if not isinstance(rate, int | float):
-            return rate  # the config says what is wrong with it
+            return rate  # the config's own check raises the error
     return min(rates)
 
 
@@ -270,11 +271,12 @@ def hf_config(
     zero_biases: bool = False,
     source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A model's `config.json` for transformers, of the `model_type` that `save_hf` describes.
+    """Return a model's `config.json` for transformers, of the `model_type` that `save_hf`
+    describes.
 
-    `source` is the `config.json` that the model came with: what it says of this model stays in its
-    own words, and so do fields that don't change what is computed.
-    Raises ValueError for a model that the format can't express.
+    `source` is the original `config.json` of the model. Its fields that still hold for this model
+    are kept unchanged, and so are fields that don't change what is computed. Raises ValueError for
+    a model that the format can't express.
     """
     if config.make is not None:
         raise ValueError("a custom model can't be exported: no format describes it")
@@ -282,7 +284,7 @@ def hf_config(
     format = HF_FORMATS[kind]
     refused = _unsupported(config, format, zero_biases)
     if refused is not None:
-        # with zero biases the format would fit
+        # With zero biases, the format would fit.
         if model_type is None and Field("zero_biases", True) not in refused.parts:
             presets = ", ".join(_exportable_presets())
             refused = Message(
@@ -294,10 +296,10 @@ def hf_config(
     values = _explicit_values(config)
     for theirs, ours in format.fields:
         written[theirs] = values[ours]
-    # what `write_tensors` writes: other dtypes are widened to float32
+    # `write_tensors` widens all other dtypes to float32.
     written["dtype"] = "float64" if config.param_dtype == "float64" else "float32"
     if kind == "gpt2":
-        # unused by transformers, and read by others as the length of the context
+        # transformers doesn't use this field; other programs read it as the context length.
         written["n_ctx"] = config.block_size
     if source is None or source.get("model_type", "gpt2") != kind:
         return written | {"bos_token_id": None, "eos_token_id": None}
@@ -305,7 +307,7 @@ def hf_config(
 
 
 def _exportable_presets() -> list[str]:
-    """The presets that GPT-2's format expresses, with biases of zeros."""
+    """Return the presets that GPT-2's format expresses, with zeros for biases."""
     exportable = []
     for name, (_, preset) in PRESETS.items():
         if _unsupported(preset.model, GPT2, zero_biases=True) is None:
@@ -314,8 +316,8 @@ def _exportable_presets() -> list[str]:
 
 
 def _explicit_values(config: ModelConfig) -> dict[str, Any]:
-    """The config's values, with those that None stands for, and with another project's words."""
-    # from the last to the first, so that of several names the first is written
+    """Return the config's values, with None resolved, and with the other project's names."""
+    # In reverse, so that the first of several names wins.
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     return dataclasses.asdict(config) | {
         "activation": activations[config.activation],
@@ -326,7 +328,7 @@ def _explicit_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _natural_type(config: ModelConfig) -> str:
-    """The `model_type` whose format expresses most of a model."""
+    """Return the `model_type` whose format expresses most of a model."""
     if config.positions != "rotary":
         return "gpt2"
     return "qwen3" if config.qk_norm else "llama"
@@ -335,22 +337,22 @@ def _natural_type(config: ModelConfig) -> str:
 def _in_words_of(
     source: dict[str, Any], written: dict[str, Any], config: ModelConfig, format: Format
 ) -> dict[str, Any]:
-    """A written config, with the fields of the model's own source that still hold."""
+    """Return a written config, with the fields of the model's original config that still hold."""
     source_config = read_config(source, format)
     kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
     for theirs, ours in format.fields:
-        # compared as configs: null and a missing field may say the same as a number
+        # Compared as configs, since null or a missing field can mean the same as a number.
         if getattr(source_config, ours) == getattr(config, ours):
             written.pop(theirs, None)
     for alias, name in format.aliases:
-        if name in written:  # the written name says another value
+        if name in written:  # the written name has another value
             kept.pop(alias, None)
     return kept | written
 
 
 def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Message | None:
-    """The first field that a format can't express, in words."""
-    # what the format's models are where it has no field
+    """Return a message about the first field that a format can't express."""
+    # The values of the format's models in fields that it lacks.
     only_model = ModelConfig(**format.implied)
     expressed = {ours for _, ours in format.fields}
     defaults = {  # the values that None stands for
@@ -358,7 +360,7 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Mess
         "head_dim": config.embed_dim / config.num_heads,
         "attention_scale": config.head_size**-0.5,
     }
-    # the implied fields first: they say what kind of model the format is for
+    # Implied fields come first, since they tell what kind of model the format is for.
     for name in dict.fromkeys([*format.implied, *dataclasses.asdict(config)]):
         if name in expressed or name in _IRRELEVANT:
             continue

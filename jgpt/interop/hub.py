@@ -26,14 +26,15 @@ SMALL = [
     "vocab.json",
     "merges.txt",
 ]
-"""What is fetched first: a config that needs code is noticed before gigabytes are on their way."""
+"""The files that are fetched first: a config that needs code is rejected before gigabytes are
+fetched."""
 WEIGHTS = [HF_WEIGHTS, "model-*-of-*.safetensors"]
 
 
 def find_model(source: str) -> Path:
-    """The folder of a model: the source itself, or fetched for `hub:OWNER/NAME` or a short name.
+    """Return the folder of a model; fetch it for `hub:OWNER/NAME` or a short name.
 
-    Raises ValueError for any other source, and what `fetch` raises.
+    Raises ValueError for any other source that is not a folder, and the errors of `fetch`.
     """
     if source.startswith("hub:"):
         return fetch(source.removeprefix("hub:"))
@@ -48,7 +49,7 @@ def find_model(source: str) -> Path:
 
 
 def fetch(repository: str) -> Path:
-    """The folder of a repository in the hub's cache, fetched if it isn't there.
+    """Return the folder of a repository in the hub's cache; fetch it if it isn't there.
 
     Raises ValueError for a repository that needs code or has no safetensors, and OSError if it
     can't be reached.
@@ -66,7 +67,7 @@ def fetch(repository: str) -> Path:
                 f"{repository} needs code of its own, by auto_map in {name}: code is never "
                 "fetched or run"
             )
-    # of the same commit, even if the repository has changed since
+    # The same commit, even if the repository has changed since.
     _snapshot(repository, WEIGHTS, revision=folder.name)
     weights: list[Path] = []
     for pattern in WEIGHTS:
@@ -80,12 +81,12 @@ def fetch(repository: str) -> Path:
 
 
 def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
-    # here, since most commands need no hub
+    # imported here, since most commands don't need the hub
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    disable_progress_bars()  # several lines, where a spinner is shown
+    disable_progress_bars()  # their several lines would disturb the spinner
     logging.set_verbosity_error()
     _check_answers()
     try:
@@ -97,7 +98,7 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
         raise OSError(f"{repository} is gated: {reason}") from None
     except RepositoryNotFoundError:
         raise OSError(f"the hub has no public model {repository}") from None
-    except Exception as error:  # of several libraries, for all that can happen to a network
+    except Exception as error:  # network errors come from several libraries
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
             raise OSError(f"{repository} can't be stored: {error}") from None
         raise OSError(
@@ -108,15 +109,15 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
 
 
 class ForgedName(Exception):
-    """An answer of a server that would name a file outside the cache."""
+    """A server's answer that would name a file outside the cache."""
 
 
 def _check_answers() -> None:
     """Make the hub's library check the names in each answer before it uses them.
 
-    It makes names of files of the commit and the ETag, so that a mirror (`HF_ENDPOINT`) which sends
-    `../` in one could write anywhere. The library makes a new client after some errors, which is
-    why the factory is replaced and not a client changed.
+    The library makes file names from the commit and the ETag, so that a mirror (`HF_ENDPOINT`)
+    which sends `../` in one could write anywhere. It makes a new client after some errors, so the
+    factory is replaced rather than a client changed.
     """
     from huggingface_hub import get_session, set_client_factory
 
@@ -125,18 +126,18 @@ def _check_answers() -> None:
     if _require_names in hooks["response"]:
         return
     checked = {"request": hooks["request"], "response": [*hooks["response"], _require_names]}
-    make_client = type(client)  # of httpx, or its successor in later versions of the library
+    make_client = type(client)  # httpx's, or that of its successor in later versions of the library
     set_client_factory(
         lambda: make_client(event_hooks=checked, follow_redirects=True, timeout=None)
     )
 
 
 def _require_names(response: Any) -> None:
-    """Raise ForgedName for an answer with a commit, ETag or path that leads elsewhere."""
+    """Raise ForgedName for an answer whose commit, ETag or path leads outside the cache."""
     _require_hexadecimal("X-Repo-Commit", response.headers.get("X-Repo-Commit"))
-    if response.request.method == "HEAD":  # ETags of other answers name nothing
+    if response.request.method == "HEAD":  # the ETags of other answers name no file
         name = "ETag"
-        if response.headers.get("X-Linked-ETag"):  # of a large file, which prevails over the other
+        if response.headers.get("X-Linked-ETag"):  # of a large file; it replaces the other ETag
             name = "X-Linked-ETag"
         tag = response.headers.get(name)
         if tag is not None:
@@ -161,7 +162,7 @@ def _require_names(response: Any) -> None:
 
 
 def _require_file(file: dict[str, Any]) -> None:
-    """Raise ForgedName for a listed file that would lie elsewhere."""
+    """Raise ForgedName for a listed file that would lie outside the cache."""
     for name in ("path", "rfilename"):
         path = str(file.get(name, ""))
         if ".." in re.split(r"[/\\]", path) or path.startswith("/"):

@@ -1,4 +1,4 @@
-"""Hugging Face's directories of GPT-2, Llama and Qwen3: JSON and safetensors, in and out."""
+"""Hugging Face directories of GPT-2, Llama and Qwen3, read and written: JSON and safetensors."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ HF_WEIGHTS = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
 _PRECISIONS = ("F32", "F16", "BF16", "F64")
 _HEADER_BYTES = 1 << 16
-"""The limit of a file's header per layer; a layer's tensors need about 2,000."""
+"""The limit of a file's header in bytes per layer; a layer's tensors need about 2,000."""
 
 
 @typed
@@ -53,9 +53,9 @@ def load_hf(
 ) -> GPT:
     """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too) or Qwen3, in float32.
 
-    `block_size` replaces the config's context length, where positions are rotary. With
-    `model_type`, no other is accepted. Raises FileNotFoundError for a missing file, and ValueError
-    for another format or an unsupported feature.
+    `block_size` replaces the config's context length, which requires rotary positions. With
+    `model_type`, any other type is an error. Raises FileNotFoundError for a missing file, and
+    ValueError for another format or an unsupported feature.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -66,7 +66,7 @@ def load_hf(
     known = list(HF_FORMATS) if model_type is None else [model_type]
     with prefix_errors(directory / HF_CONFIG):
         values = read_json(directory / HF_CONFIG)
-        kind = values.get("model_type", "gpt2")  # which the oldest configs lack
+        kind = values.get("model_type", "gpt2")  # the oldest configs lack this field
         if kind not in known:
             only = ", ".join(map(repr, known))
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
@@ -90,12 +90,12 @@ def save_hf(
 ) -> None:
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
-    By default the `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama.
+    The default `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama.
     `zero_biases` saves zeros for biases that GPT-2's format has and the model lacks. `like` is the
-    folder that the model was loaded from: its special tokens, chat template and options of
-    generation are saved too. Raises ValueError for a model that the format can't express.
+    folder that the model was loaded from: its special tokens, chat template and generation options
+    are saved, too. Raises ValueError for a model that the format can't express.
     """
-    # Python's stand-ins for bytes of a path that are not UTF-8
+    # Python represents bytes of a path that are not UTF-8 by these characters.
     if any("\ud800" <= character <= "\udfff" for character in str(directory)):
         raise ValueError(
             f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
@@ -105,7 +105,7 @@ def save_hf(
         raise ValueError(
             Message("Hugging Face's format doesn't support ", Field("architecture", "bigram"))
         )
-    if model.config.make is None:  # a custom model has its own error
+    if model.config.make is None:  # a custom model gets a different error
         changed = changed_parts(model)
         if changed:
             raise ValueError(
@@ -114,7 +114,7 @@ def save_hf(
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))
-    # programs that read an export ask for a special token that ends a text
+    # Programs that read an export need a special token that ends a text.
     if isinstance(tokenizer, BPETokenizer) and TOKENIZER_CONFIG not in files:
         tokenizer = tokenizer.with_special_token()
     config = _config_to_write(model, tokenizer, files, model_type, zero_biases)
@@ -123,19 +123,20 @@ def save_hf(
     if with_embedding != generation:
         files[GENERATION] = (json.dumps(with_embedding, indent=2) + "\n").encode()
     files.pop(HF_CONFIG, None)  # it is written from the model
-    # before the folder is made: what can't be expressed leaves nothing behind
+    # Before the folder is made, so that an error leaves nothing behind.
     tensors = write_tensors(model, HF_FORMATS[config["model_type"]])
     with new_directory(Path(directory)) as partial:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_weights(tensors, partial / HF_WEIGHTS)
-        # safetensors writes with mode 0600: other users of the machine could read all but this
+        # safetensors writes with mode 0600: other users of the machine could read all files but
+        # this.
         shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
         write_text_files(files, partial)
         if tokenizer is None:
             return
         write_tokenizer(tokenizer, files, partial)
         if isinstance(tokenizer, BPETokenizer) and config["model_type"] == "gpt2":
-            # for programs that are older than tokenizer.json
+            # for programs that predate tokenizer.json
             tokenizer.save_gpt2(partial)
 
 
@@ -146,7 +147,7 @@ def _config_to_write(
     model_type: str | None,
     zero_biases: bool,
 ) -> dict[str, Any]:
-    """The model's `config.json`, with what its source says of special tokens."""
+    """Return the model's `config.json`, with the special tokens of its source."""
     source = parse_text_file(files, HF_CONFIG)
     if source:
         config = hf_config(model.config, model_type, zero_biases=zero_biases, source=source)
@@ -160,7 +161,7 @@ def _config_to_write(
 
 
 def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> dict[str, Entry]:
-    """The tensors of one file, or of all shards of an index."""
+    """Open the tensors of one file, or of all shards that an index lists."""
     if (directory / HF_WEIGHTS).is_file() or not (directory / HF_INDEX).is_file():
         return _open_file(directory / HF_WEIGHTS, layers, stack)
     with prefix_errors(directory / HF_INDEX):
@@ -193,17 +194,18 @@ def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: only safetensors weights are supported")
     with prefix_errors(Path(path.name)):
-        # safetensors begins with the length of its header, which the library would read whole
+        # safetensors begins with the length of its header, which the library would read without a
+        # limit.
         with path.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
         if path.stat().st_size >= header > _HEADER_BYTES * (layers + 1):
             raise ValueError(f"its header has {header} bytes, far more than {layers} layers need")
         try:
-            # as JAX arrays, which support bfloat16
+            # As JAX arrays, which support bfloat16.
             file: Any = stack.enter_context(safe_open(path, "flax"))
             entries = {}
             for short, name in plain_names(file.keys()).items():
-                tensor = file.get_slice(name)  # its shape and dtype, without its values
+                tensor = file.get_slice(name)  # shape and dtype, without the values
                 precision = tensor.get_dtype()
                 if precision not in _PRECISIONS:
                     raise ValueError(f"{name} is {precision}, not {', '.join(_PRECISIONS)}")

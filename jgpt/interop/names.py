@@ -1,4 +1,4 @@
-"""Weights under the names and in the layouts of other projects."""
+"""Weights with the names and layouts of other projects."""
 
 import dataclasses
 import itertools
@@ -18,12 +18,13 @@ from jgpt.nn.transformer import GPT
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
-Tensors = PyTree[Float[np.ndarray, "..."]]  # by name: unlike a dict's, all leaves are checked
+# by name; unlike in a dict annotation, all leaves are checked
+Tensors = PyTree[Float[np.ndarray, "..."]]
 _HEAD = "lm_head.weight"
-"""The head, in all formats beside the model that their prefix names."""
+"""The name of the head, which is outside of the prefix in all formats."""
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
-"""Buffers that are constants: GPT-2's causal mask, and the frequencies of rotary positions."""
+"""Buffers with constants: GPT-2's causal mask, and the frequencies of rotary positions."""
 
 
 class Entry(NamedTuple):
@@ -34,35 +35,36 @@ class Entry(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Parameters of ours, concatenated along the last axis, as a tensor of another project."""
+    """Parameters of jgpt that another project stores as one tensor, concatenated along the last
+    axis."""
 
     sizes: dict[str, int]
-    """By the names of the parameters, their sizes along the last axis."""
+    """The sizes of the parameters along the last axis, by their names."""
     shape: tuple[int, ...]
     transposed: bool
 
 
 def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
-    """A model with the tensors of another project, read one by one.
+    """Make a model from the tensors of another project, which are read one by one.
 
-    Raises ValueError for a missing or unexpected tensor, or another shape, before any is read.
+    Raises ValueError for a missing or unexpected tensor, or a wrong shape, before any is read.
     """
     blocks = _blocks_of(entries)
-    # before the layout is made, which a config with far too many layers would make huge
+    # Checked before the layout is made, which would be huge for a config with far too many layers.
     if len(blocks) != config.num_layers:
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
     table = f"{format.modules['token_embedding']}.weight"
     copies = {}
     if config.tie_embeddings and _HEAD in entries:
-        # one tensor for both, which a file may have under either name or under both
+        # Both parameters share one tensor, which a file may have under either name or under both.
         if table in entries:
             copies[_HEAD] = layout[table]
         else:
             entries = dict(entries)
             entries[table] = entries.pop(_HEAD)
     require_names(found=set(entries), wanted=set(layout) | set(copies))
-    # all shapes before any tensor: a large one may take minutes to read
+    # All shapes are checked before any tensor is read: a large one may take minutes.
     for name, stored in (layout | copies).items():
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
@@ -76,7 +78,7 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
 
 
 def _blocks_of(names: Iterable[str]) -> set[str]:
-    """The blocks that tensors belong to, as their names begin."""
+    """Return the prefixes of the blocks that tensors belong to."""
     blocks = set()
     for name in names:
         found = _BLOCK.match(name)
@@ -86,7 +88,7 @@ def _blocks_of(names: Iterable[str]) -> set[str]:
 
 
 def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
-    """The parameters that one tensor of a file holds, by their names here."""
+    """Split a tensor of a file into the parameters that it holds, by their names in jgpt."""
     try:
         tensor = jnp.asarray(entry.read())
     except MemoryError:
@@ -100,7 +102,8 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
 
 @typed
 def write_tensors(model: GPT, format: Format) -> Tensors:
-    """The inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2 has."""
+    """Return the inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2
+    has."""
     config = model.config
     parameters = named_parameters(model)
     dtype = jnp.promote_types(config.param_dtype, jnp.float32)
@@ -124,9 +127,9 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
 
 
 def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
-    """Add a bias of zeros to each linear layer and norm of GPT-2's that has none.
+    """Add a bias of zeros to each linear layer and norm without one, as GPT-2's format requires.
 
-    GPT-2's format has all of them. The names of Llama and Qwen3 begin otherwise.
+    The tensors of Llama and Qwen3 have other names, and stay unchanged.
     """
     for name in list(tensors):
         if not name.startswith(("h.", "ln_f.")) or not name.endswith("weight"):
@@ -137,11 +140,11 @@ def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
 
 
 def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
-    """A model and its tokenizer with equally many tokens, where the model's are padded.
+    """Make the vocabularies of a model and its tokenizer equal, where the model's is padded.
 
-    Byte-pairs get tokens without a text, so that the model computes and exports what came in. For
-    characters and bytes the model loses the padding.
-    Raises ValueError unless the padding is up to a multiple of 64, and below 512.
+    Byte-pairs get tokens without a text, so that the model computes and exports the same as before.
+    For characters and bytes, the model loses the padding. Raises ValueError unless the padding is
+    up to a multiple of 64, and below 512.
     """
     size = tokenizer.vocab_size
     if size == model.vocab_size:
@@ -160,13 +163,13 @@ def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenize
 
 
 def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
-    """A model of the first tokens of another."""
+    """Return a model with only the first `vocab_size` tokens of another."""
     parameters = {}
     for name, parameter in named_parameters(model).items():
         value = parameter.get_value()
         if name == "token_embedding.embedding":
             value = value[:vocab_size]
-        elif name in ("head.kernel", "head.bias"):  # a tied head has none
+        elif name in ("head.kernel", "head.bias"):  # a tied head has neither
             value = value[..., :vocab_size]
         parameters[name] = value
     return _model(dataclasses.replace(model.config, vocab_size=vocab_size), parameters)
@@ -183,9 +186,9 @@ def require_names(found: set[str], wanted: set[str]) -> None:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Parameter names without the outer module's, to those in the file; buffers are left out.
+    """Map parameter names without the outer module's to the names in the file; skip buffers.
 
-    Raises ValueError for two names of one parameter: which of them counts depends on the reader.
+    Raises ValueError for two names of one parameter, since readers differ in which one they use.
     """
     plain: dict[str, str] = {}
     for name in names:
@@ -201,12 +204,12 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
-    """The tensors of another project for the parameters that a model has."""
+    """Return the tensors of another project for the parameters of a model."""
     parameters = named_parameters(abstract_model(config))
     layout = {}
     for tensor, names in _names_by_tensor(config, format, set(parameters)).items():
-        # PyTorch's nn.Linear keeps (out, in), which GPT-2's Conv1D doesn't; the head of all formats
-        # is an nn.Linear
+        # PyTorch's nn.Linear stores (out, in), GPT-2's Conv1D doesn't; the head of all formats is
+        # an nn.Linear.
         is_linear = format.linear or tensor == _HEAD
         transposed = is_linear and names[0].endswith(".kernel")
         sizes = {name: parameters[name].shape[-1] for name in names}
@@ -220,9 +223,9 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
 def _names_by_tensor(
     config: ModelConfig, format: Format, parameters: set[str]
 ) -> dict[str, list[str]]:
-    """The names of our parameters in each tensor of another project.
+    """Return the names of jgpt's parameters in each tensor of another project.
 
-    GPT-2 has one tensor for queries, keys and values, so that several names of ours share one.
+    GPT-2 has one tensor for queries, keys and values, so several parameters share it.
     """
     names_in: dict[str, list[str]] = {}
     for module, their_module in format.modules.items():
@@ -234,7 +237,7 @@ def _names_by_tensor(
                 name = f"{module}.{kind}".format(index)
                 if name not in parameters:
                     continue
-                # PyTorch calls all but biases weights
+                # PyTorch calls every parameter but a bias a weight.
                 ending = "bias" if kind == "bias" else "weight"
                 tensor = f"{their_module}.{ending}".format(index)
                 names_in.setdefault(tensor, []).append(name)
@@ -242,7 +245,7 @@ def _names_by_tensor(
 
 
 def _model(config: ModelConfig, parameters: dict[str, Any]) -> GPT:
-    """The model with these parameters by name, in its dtypes."""
+    """Make a model with these parameters by name, in the config's dtypes."""
     model = abstract_model(config)
     assert isinstance(model, GPT)
     for name, parameter in named_parameters(model).items():

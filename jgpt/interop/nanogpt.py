@@ -14,7 +14,8 @@ from jgpt.interop.names import Entry, plain_names, read_tensors
 from jgpt.nn.transformer import GPT
 
 _MOST_PICKLES = 8
-"""Files from before PyTorch 1.6 are several pickles, and the bytes of tensors after them."""
+"""The most pickles in a file. Before PyTorch 1.6, files were several pickles, followed by the bytes
+of tensors."""
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -30,12 +31,13 @@ def load_nanogpt(file: str | Path) -> GPT:
     with file.open("rb") as opened, prefix_errors(file):
         _require_stored(opened)
         try:
-            with warnings.catch_warnings(action="ignore"):  # the error below says it in one line
+            # the error below has the same content in one line
+            with warnings.catch_warnings(action="ignore"):
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
             entries = _entries(checkpoint["model"])
         except Exception as error:  # a damaged file can raise anything
-            # a sentence of PyTorch's, and not its advice on how to run code from the file
+            # One sentence of PyTorch's message, without its advice on running code from the file.
             lines = str(error).splitlines()
             first_line = lines[0] if lines else ""
             reason = first_line.partition(". ")[0][:200]
@@ -47,10 +49,10 @@ def load_nanogpt(file: str | Path) -> GPT:
 
 
 def _entries(tensors: dict[str, Any]) -> dict[str, Entry]:
-    """The tensors of a checkpoint by their plain names."""
+    """Return the tensors of a checkpoint by their plain names."""
     named = {}
     for name, tensor in tensors.items():
-        short = name.removeprefix("_orig_mod.")  # from torch.compile
+        short = name.removeprefix("_orig_mod.")  # torch.compile adds this prefix
         if short in named:
             raise ValueError(f"_orig_mod.{short} and {short} are two names of one tensor")
         named[short] = tensor
@@ -64,8 +66,8 @@ def _entries(tensors: dict[str, Any]) -> dict[str, Entry]:
 def _require_stored(file: BinaryIO) -> None:
     """Raise ValueError for a file of kilobytes that claims all memory.
 
-    PyTorch reads compressed archives, but never writes them. It makes a `bytearray` of any size,
-    which no checkpoint has.
+    PyTorch reads compressed archives, but never writes them. It also makes a `bytearray` of any
+    size, which no checkpoint contains.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -89,22 +91,23 @@ def _require_no_bytearray(file: IO[bytes]) -> None:
 
 
 def _strings_of_pickles(file: IO[bytes]) -> Iterator[str]:
-    """The strings in the pickles that a file begins with, and the names of what they call."""
+    """Yield the strings in the pickles at the beginning of a file, and the names that they
+    import."""
     for _ in range(_MOST_PICKLES):
         try:
             for _, argument, _ in pickletools.genops(file):
                 if isinstance(argument, str):
                     yield argument
         except (ValueError, EOFError):
-            return  # what follows is not of this format
+            return  # the rest is not a pickle
 
 
 def _read(name: str, tensor: Any) -> Any:
-    # strides may claim far more values than are stored, and a copy would make them
+    # Strides may claim far more values than are stored, which a copy would allocate.
     needed = tensor.numel() * tensor.element_size()
     if str(tensor.layout) == "torch.strided" and tensor.untyped_storage().nbytes() < needed:
         raise ValueError(f"{name} claims {needed:,} bytes, which the file doesn't have")
     try:
         return tensor.float().numpy()
-    except (RuntimeError, TypeError) as error:  # quantised, sparse
+    except (RuntimeError, TypeError) as error:  # a quantised or sparse tensor
         raise ValueError(f"{name} can't be read: {str(error).splitlines()[0]}") from None

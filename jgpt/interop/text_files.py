@@ -1,7 +1,8 @@
-"""What a Hugging Face folder says about text: tokenizer, special tokens, chat template, generation.
+"""The files about text in a Hugging Face folder: tokenizer, special tokens, chat template,
+generation.
 
-An import keeps these files in the run as they are, and an export writes them again, so that
-transformers stops, pads and fills the template as it did before.
+An import keeps these files unchanged in the run, and an export writes them again, so that
+transformers stops, pads and fills the template as before.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ OF_THE_TOKENIZER = (
     TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, "chat_template.json",
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of a tokenizer's templates beside the default one."""
+"""The folder of a tokenizer's additional chat templates."""
 NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -44,9 +45,9 @@ TextFiles = dict[str, bytes]
 
 
 def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
-    """The files of a model about its text, and those of its tokenizer, as they are.
+    """Read the files about text of a model, and those of its tokenizer.
 
-    Raises ValueError that names a file which is not JSON where it should be, or too large.
+    Raises ValueError naming a file that should be JSON and is not, or that is too large.
     """
     paths = {name: model_folder / name for name in OF_THE_MODEL}
     for name in OF_THE_TOKENIZER:
@@ -68,17 +69,18 @@ def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
 
 
 def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
-    """The object in one of the JSON files, or an empty one if the folder has no such file."""
+    """Return the object in one of the JSON files, or an empty one if the folder has no such
+    file."""
     if name not in files:
         return {}
     return json.loads(files[name].decode("utf-8-sig"))  # some editors write a byte-order mark
 
 
 def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder, with the tokens that other files than `tokenizer.json` add.
+    """Read the tokenizer of a folder, with the tokens that files beside `tokenizer.json` add.
 
-    transformers adds them when it reads the folder. Those past the model's `vocab_size` are left
-    out: the model has no embedding for them.
+    transformers adds them when it reads the folder. Tokens past the model's `vocab_size` are left
+    out, since the model has no embedding for them.
     """
     if (folder / TOKENIZER_JSON).is_file():
         tokenizer = read_tokenizer(folder / TOKENIZER_JSON)
@@ -93,13 +95,13 @@ def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.AddedToken]:
-    """The tokens that files beside `tokenizer.json` add to the ones that it has, the known ones.
+    """Yield the tokens that files beside `tokenizer.json` add to the `known` ones in it.
 
-    As in transformers, `added_tokens_decoder` says again how a known token takes the spaces around
-    it. The other files only name tokens, and change nothing about those that are known.
+    As in transformers, `added_tokens_decoder` may redefine which spaces a known token includes. The
+    other files only name tokens and change nothing about known ones.
     """
     config = parse_text_file(files, TOKENIZER_CONFIG)
-    if "added_tokens_decoder" in config:  # which replaces the two older files
+    if "added_tokens_decoder" in config:  # this field replaces the two older files
         named = _named_tokens(config)
         numbered = {}
         for number, fields in config["added_tokens_decoder"].items():
@@ -107,7 +109,7 @@ def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.Adde
     else:
         named = _named_tokens(_named_in_older_files(files, config))
         numbered = _numbered_in_older_file(files, named.keys(), known)
-    # in the order of their numbers, which the tokenizer gives out one after another
+    # In the order of their numbers, which the tokenizer assigns consecutively.
     for number in sorted(numbered):
         yield numbered[number]
     known = known | {token.content for token in numbered.values()}
@@ -117,9 +119,9 @@ def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.Adde
 
 
 def _named_in_older_files(files: TextFiles, config: dict[str, Any]) -> dict[str, Any]:
-    """The named tokens of `tokenizer_config.json` and `special_tokens_map.json`.
+    """Return the named tokens of `tokenizer_config.json` and `special_tokens_map.json`.
 
-    The latter counts for a token of one name, the former for lists of more.
+    The latter takes precedence for a single token of a name, the former for lists of tokens.
     """
     names = config | parse_text_file(files, SPECIAL_TOKENS)
     for name in MORE_NAMED_TOKENS:
@@ -131,12 +133,12 @@ def _named_in_older_files(files: TextFiles, config: dict[str, Any]) -> dict[str,
 def _numbered_in_older_file(
     files: TextFiles, named: Container[str], known: set[str]
 ) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of `added_tokens.json` that aren't known, by their numbers."""
+    """Return the unknown tokens of `added_tokens.json` by their numbers."""
     numbered = {}
     for content, number in parse_text_file(files, ADDED_TOKENS).items():
         if content in known:
             continue
-        # the file has texts and numbers alone: a token is special if another file names it
+        # This file has only texts and numbers, so a token is special if another file names it.
         is_special = content in named
         numbered[number] = tokenizers.AddedToken(
             content, normalized=not is_special, special=is_special
@@ -145,7 +147,7 @@ def _numbered_in_older_file(
 
 
 def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
-    """The special tokens that a file names, by their text."""
+    """Return the special tokens that a file names, by their text."""
     tokens = {}
     for name in NAMED_TOKENS:
         if values.get(name):
@@ -153,7 +155,7 @@ def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
             tokens[token.content] = token
     for name in MORE_NAMED_TOKENS:
         more = values.get(name) or []
-        if isinstance(more, dict):  # by names that a tokenizer chooses
+        if isinstance(more, dict):  # by names that the tokenizer chooses
             more = more.values()
         for value in more:
             token = _added_token(value)
@@ -162,7 +164,7 @@ def _named_tokens(values: dict[str, Any]) -> dict[str, tokenizers.AddedToken]:
 
 
 def _added_token(value: Any) -> tokenizers.AddedToken:
-    """A special token from its text, or a token from its fields."""
+    """Make a special token from its text, or a token from its fields."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, normalized=False, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -183,7 +185,7 @@ def write_tokenizer(tokenizer: Tokenizer, files: TextFiles, directory: Path) -> 
 
 
 def write_text_files(files: TextFiles, directory: Path) -> None:
-    """Write files as they are."""
+    """Write files unchanged."""
     for name, data in files.items():
         path = directory / name
         path.parent.mkdir(exist_ok=True)
@@ -191,21 +193,21 @@ def write_text_files(files: TextFiles, directory: Path) -> None:
 
 
 def delete_text_files(directory: Path) -> None:
-    """Delete what `write_text_files` wrote, and folders that are empty then. Other files stay."""
+    """Delete the files of `write_text_files`, and folders that become empty. Other files stay."""
     for name in (*OF_THE_MODEL, *OF_THE_TOKENIZER):
         (directory / name).unlink(missing_ok=True)
     for path in (directory / MORE_TEMPLATES).glob("*.jinja"):
         path.unlink()
     for folder in (directory / MORE_TEMPLATES, directory):
-        with contextlib.suppress(OSError):  # it has other files, or doesn't exist
+        with contextlib.suppress(OSError):  # it has other files or doesn't exist
             folder.rmdir()
 
 
 def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """A config without the special tokens that a model of this vocabulary has no embedding for.
+    """Return a config without special tokens for which a model of this vocabulary has no embedding.
 
-    Runs that were imported by an earlier version lack the padding of a vocabulary, and a config may
-    name a token in it.
+    Runs that an earlier version imported lack the padding of a vocabulary, and a config may name a
+    token in it.
     """
     kept = {}
     for name, value in values.items():

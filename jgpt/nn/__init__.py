@@ -1,1 +1,1 @@
-"""Tokens to logits: pure functions and modules of arrays."""
+"""Models from tokens to logits: pure functions and modules of arrays."""

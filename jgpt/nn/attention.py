@@ -10,7 +10,7 @@ from jgpt.shapes.contract import check, typed
 
 @typed
 def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
-    """True where a query (row) may attend to a key (column): itself and the past.
+    """Return True where a query (row) may attend to a key (column): itself and the past.
 
     A `window` limits that to the last `window` positions, its own included (sliding-window
     attention). Raises ValueError for a negative `time` and a window below 1.
@@ -22,7 +22,7 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     if window is None:
         return mask
-    # the diagonal `window` places below the main one, and all below it
+    # the diagonal `window` places below the main one, and everything below it
     too_long_ago = jnp.tril(mask, -window)
     return mask & ~too_long_ago
 
@@ -35,27 +35,28 @@ def attention_weights(
     *,
     scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
-    """The weights of scaled dot-product attention: the softmax over keys of each query's scores.
+    """Return the weights of scaled dot-product attention: the softmax over keys of each query's
+    scores.
 
     Scores are scaled by `head_dim ** -0.5`, or by `scale`; the softmax is computed in at least
     float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
-    # Accumulated in float32 and never rounded to 16 bits: scores that differ by less than bfloat16
-    # resolves still have to give different weights.
+    # Accumulated in float32 and never rounded to 16 bits: scores whose difference bfloat16 can't
+    # represent must still give different weights.
     scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32)
     check(scores, Float[Array, "*batch query key"])
     if scale is None:
-        # a score is a sum over head_dim features: its variance would grow with their number
-        # (Vaswani et al. 2017, footnote 4)
+        # A score is a sum over head_dim features, so its variance would grow with their number
+        # (Vaswani et al. 2017, footnote 4).
         scores = scores * query.shape[-1] ** -0.5
     else:
         scores = scores * scale
     if mask is not None:
-        # the lowest finite number: over a row of -inf alone, a softmax is NaN
+        # The lowest finite number, since a softmax over a row of only -inf is NaN.
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1)
-    # only now rounded: the product with the values has operands of one dtype
+    # Rounded only now, because the product with the values needs operands of one dtype.
     return weights.astype(query.dtype)
 
 
@@ -92,14 +93,15 @@ def apply_rotary(
     half = head_dim // 2
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even for rotary position embedding")
-    # radians a position: 1 for the first pair of features, and towards 1 / base for the last
+    # The angle in radians for each position: 1 for the first pair, down to about 1 / base for the
+    # last.
     frequency = base ** -(jnp.arange(half) / half)  # head_dim/2
-    # in float32, and only then rounded: bfloat16 has no odd positions above 256
+    # Computed in float32 and rounded afterwards: bfloat16 has no odd positions above 256.
     angle = position[..., None] * frequency  # time head_dim/2
     cosine = jnp.cos(angle).astype(x.dtype)
     sine = jnp.sin(angle).astype(x.dtype)
-    # A pair of features is a point in the plane, which turns by its angle. The product of a query
-    # and a key then depends on the difference of their positions alone.
+    # A pair of features is a point in the plane, rotated by its angle. The product of a query and a
+    # key then depends only on the difference of their positions.
     first = x[..., :half]  # *batch time head_dim/2
     second = x[..., half:]
     rotated_first = first * cosine - second * sine
@@ -111,12 +113,12 @@ def apply_rotary(
 def split_heads(
     x: Float[Array, "batch time features"], heads: int
 ) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
-    """(batch, time, features) to (batch, heads, time, features // heads)."""
+    """Reshape (batch, time, features) to (batch, heads, time, features // heads)."""
     batch, time, features = x.shape
     if heads < 1 or features % heads:
         raise ValueError(f"{features} features must be divisible by heads={heads}")
     separate = x.reshape(batch, time, heads, features // heads)
-    # heads before time: attention treats them like the sequences of a batch
+    # Heads before time, since attention treats heads like the sequences of a batch.
     return separate.transpose(0, 2, 1, 3)
 
 
@@ -124,7 +126,7 @@ def split_heads(
 def merge_heads(
     x: Float[Array, "batch heads time value_dim"],
 ) -> Float[Array, "batch time heads*value_dim"]:
-    """The inverse of `split_heads`: heads concatenated."""
+    """Return the inverse of `split_heads`, with heads concatenated."""
     batch, heads, time, value_dim = x.shape
     time_first = x.transpose(0, 2, 1, 3)  # batch time heads value_dim
     return time_first.reshape(batch, time, heads * value_dim)

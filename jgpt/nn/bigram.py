@@ -37,7 +37,7 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits; `cache` and `rngs` are unused."""
+        """Return next-token logits; `cache` and `rngs` are unused."""
         return self.logits(self.hidden(tokens))
 
     @typed
@@ -48,17 +48,17 @@ class BigramLM(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.table.embed_dim}"]:
-        """Final hidden states: each token's row of the table."""
+        """Return each token's row of the table."""
         return self.table(tokens)
 
     @typed
     def logits(
         self, x: Float[Array, "batch time {self.table.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The identity: the rows are logits already."""
+        """Return `x` unchanged, since the rows are logits already."""
         return shard_by_name(x, "batch", "time", "vocab_size")
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """A KV cache without layers."""
+        """Return a KV cache without layers."""
         return KVCache((), batch=batch)

@@ -11,11 +11,11 @@ from jgpt.shapes.contract import typed
 
 
 class LayerCache(Module):
-    """The KV cache of one layer: a ring buffer, updated in place.
+    """The KV cache of one layer: a ring buffer that is updated in place.
 
-    Sequences are left-padded to a common end: slot s of a sequence lies at index s modulo the
-    buffer's size, the newest at `end - 1`. With n slots of padding a sequence's length starts at
-    -n.
+    Sequences are left-padded to a common end. Slot s of a sequence is at index s modulo the
+    buffer's size, and the newest slot is `end - 1`. With n slots of padding, a sequence's length
+    starts at -n.
     """
 
     @typed
@@ -32,11 +32,13 @@ class LayerCache(Module):
         self.capacity = capacity
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        # batch and heads share an axis: XLA copies a cache with an axis of size 1 at each write
+        # Batch and heads share an axis, since XLA copies a cache with an axis of size 1 at each
+        # write.
         shape = (batch * num_kv_heads, capacity, head_dim)
         self.keys = nnx.Cache(jnp.zeros(shape, dtype))
         self.values = nnx.Cache(jnp.zeros(shape, dtype))
-        # two counts: `length` without padding, of each sequence; `end` with it, the same for all
+        # Two counts: `length` is without padding, for each sequence; `end` includes it and is
+        # common to all.
         self.length = nnx.Cache(jnp.zeros(batch, jnp.int32))
         self.end = nnx.Cache(jnp.zeros((), jnp.int32))
 
@@ -44,7 +46,7 @@ class LayerCache(Module):
     def positions(
         self, new: Shaped[Array, "{self.batch} time *features"]
     ) -> Int[Array, "{self.batch} time"]:
-        """The positions of the next tokens in their sequences; negative for left padding."""
+        """Return the positions of the next tokens in their sequences; negative for left padding."""
         first = self.length[...][:, None]  # batch 1
         return first + jnp.arange(new.shape[1])
 
@@ -65,7 +67,7 @@ class LayerCache(Module):
         for buffer, new in ((self.keys, key), (self.values, value)):
             # batch*num_kv_heads time head_dim
             rows = new.reshape(-1, time, self.head_dim).astype(buffer.dtype)
-            # JAX moves a slice that would pass the end: callers append what ends at it or before
+            # JAX moves a slice that would pass the end, so callers append only up to the end.
             buffer[...] = jax.lax.dynamic_update_slice_in_dim(buffer[...], rows, start, axis=1)
         self.length[...] = self.length[...] + time
         self.end[...] = self.end[...] + time
@@ -74,13 +76,13 @@ class LayerCache(Module):
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` positions, before the buffer wraps around.
 
-        Raises ValueError for less than there is.
+        Raises ValueError if `capacity` is below the current one.
         """
         if capacity < self.capacity:
             raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
         more = capacity - self.capacity
         for buffer in (self.keys, self.values):
-            # at the end: as long as nothing has wrapped around, slot s lies at index s
+            # At the end: before the buffer wraps around, slot s is at index s.
             buffer.set_value(jnp.pad(buffer[...], ((0, 0), (0, more), (0, 0))))
         self.capacity = capacity
 
@@ -88,15 +90,16 @@ class LayerCache(Module):
     def mask(
         self, time: int, window: int | None = None
     ) -> Bool[Array, "{self.batch} {time} {self.capacity}"]:
-        """True where one of the last `time` queries (row) may attend to a cached key (column)."""
+        """Return True where one of the last `time` queries (row) may attend to a cached key
+        (column)."""
         capacity = self.capacity
         newest = self.end[...] - 1
-        # Slots count all positions ever appended, indices those of the buffer. The key at an index
-        # is the newest one whose slot leaves that remainder.
+        # Slots count all positions ever appended, and indices those of the buffer. The key at an
+        # index is the newest one whose slot has that remainder.
         slot = newest - (newest - jnp.arange(capacity)) % capacity  # capacity
         query = newest + 1 - time + jnp.arange(time)[:, None]  # time 1
         is_past = slot <= query  # time capacity
-        # left padding, and what was never written, lie before a sequence's first slot
+        # Left padding and unwritten slots lie before a sequence's first slot.
         has_begun = slot > newest - self.length[...][:, None, None]  # batch 1 capacity
         mask = is_past & has_begun  # batch time capacity
         if window is None:
@@ -106,7 +109,7 @@ class LayerCache(Module):
 
 
 class KVCache(Module):
-    """The KV caches of a model's layers, and the last tokens, which n-grams look back at."""
+    """The KV caches of a model's layers, and the last tokens, which n-grams need."""
 
     @typed
     def __init__(self, layers: tuple[LayerCache, ...], *, batch: int, lookback: int = 0) -> None:
@@ -125,15 +128,15 @@ class KVCache(Module):
     def append_tokens(
         self, tokens: Int[Array, "{self.batch} time"]
     ) -> Int[Array, "{self.batch} {self.lookback}+time"]:
-        """`tokens` with the `lookback` tokens before them; -1 for padding.
+        """Return `tokens` with the `lookback` tokens before them; -1 for padding.
 
-        Call it before the layers append.
+        Call this before the layers append.
         """
-        # all layers have the same positions, and n-grams count padding as missing tokens
+        # All layers have the same positions, and n-grams treat padding as missing tokens.
         has_begun = self.layers[0].positions(tokens) >= 0  # batch time
         tokens = jnp.where(has_begun, tokens, -1)
         earlier = self.tokens[...].astype(tokens.dtype)  # batch lookback
         known = jnp.concatenate([earlier, tokens], axis=1)
-        # the last `lookback` of them, also where fewer are appended than are looked back at
+        # The last `lookback` tokens, even if fewer are appended.
         self.tokens[...] = known[:, tokens.shape[1] :].astype(jnp.int32)
         return known

@@ -1,4 +1,4 @@
-"""Whether a custom model computes what training, sampling and export take for granted."""
+"""Checks of a custom model's consistency, which training, sampling and export assume."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,43 +15,44 @@ from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
 TIME = 8
-"""Positions of the check."""
+"""The number of positions in the check."""
 TOLERANCE = 0.03
-"""The mean difference of logits, as a fraction of their spread: bfloat16 stays below 0.01."""
+"""The largest mean difference of logits, relative to their spread: bfloat16 stays below 0.01."""
 NOISE = 0.05
-"""Added to parameters, since those that begin as zeros would hide every difference."""
+"""The noise added to parameters, since parameters that begin as zeros would hide every
+difference."""
 
 
 @typed
 def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> list[str]:
-    """What a model computes in two ways that differ, as sentences.
+    """Return sentences about results that a model computes inconsistently in two ways.
 
-    An abstract model will do: the parameters are `weights`. An error of the model's call is
-    raised; one that only a KV cache raises is a sentence.
+    An abstract model is enough, since `weights` are the parameters. An error of the model's call is
+    raised; an error that only a KV cache causes becomes a sentence.
     """
     graph = nnx.graphdef(model)
     time = min(model.block_size, TIME)
-    # by NumPy: a program of JAX that draws takes longer to compile than the model does
+    # Drawn by NumPy: a JAX program that draws takes longer to compile than the model.
     numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
     tokens = jnp.asarray(numbers, jnp.int32)
     kind = type(model).__name__
     if isinstance(model, GPT):
-        # what was changed is likely to be the cause
+        # A changed part is likely to be the cause.
         changed = changed_parts(model)
         if changed:
             kind = f"{kind} ({', '.join(changed[:3])})"
 
-    # One program for each of the three checks: an error of one leaves the others' answers.
+    # One program for each of the three checks, so that an error in one leaves the other results.
     sentences = []
     leak, logits = _run(_logits_and_leak, graph, weights, tokens)
-    if leak > TOLERANCE / 10:  # both logits are of one program, so that rounding is the same
+    if leak > TOLERANCE / 10:  # one program computes both logits, so their rounding is equal
         sentences.append(
             f"{kind} is not causal: its logits depend on later tokens, which it is trained to "
             "predict"
         )
     try:
         difference = _run(_call_difference, graph, weights, tokens, logits)
-    except Exception as error:  # a user's code raises anything
+    except Exception as error:  # custom code may raise anything
         sentences.append(f"{kind} can't be called ({_reason(error)}): only hidden and logits can")
     else:
         if difference > TOLERANCE:
@@ -76,7 +77,7 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
 
 
 def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
-    """Compile and call. Compiling takes longer than running, so hardly anything is optimised."""
+    """Compile and call with few optimisations, since compiling takes longer than running."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     compiled = jax.jit(function, static_argnums=0, compiler_options=options)  # 0: the graph
     return compiled(graph, *arrays)
@@ -87,12 +88,13 @@ def _reason(error: Exception) -> str:
 
 
 def changed_parts(model: GPT) -> list[str]:
-    """The parts of a GPT that are not those of its config, such as `blocks.0.feed_forward`.
+    """Return the parts of a GPT that differ from those of its config, such as
+    `blocks.0.feed_forward`.
 
-    A subclass that only makes its parts in another way is no change; one that overrides a method
-    is, and so is a part with other sizes or settings.
+    A subclass that only constructs its parts differently counts as unchanged. A subclass that
+    overrides a method, and a part with other sizes or settings, count as changed.
     """
-    # the same sizes without the user's code: what differs from this is the user's
+    # The same sizes without custom code; every difference from this comes from the custom code.
     config = dataclasses.replace(model.config, make=None)
     plain = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     expected = dict(nnx.iter_modules(plain))
@@ -114,7 +116,7 @@ def changed_parts(model: GPT) -> list[str]:
             changed.append(f"{_name_of(path)} is left out")
     if changed:
         return changed
-    # what no part explains: a parameter beside the parts, or one that was replaced
+    # Changes that no part explains: a parameter beside the parts, or one that was replaced.
     shapes = _shapes(model)
     expected_shapes = _shapes(plain)
     for name in sorted(shapes | expected_shapes):
@@ -134,7 +136,8 @@ def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
 
 
 def _overridden(kind: type, expected: type) -> str | None:
-    """What a class computes in another way than the one that is expected."""
+    """Return the name of a method that a class computes differently than the expected class, or
+    None."""
     if kind is expected:
         return None
     if not issubclass(kind, expected):
@@ -142,17 +145,17 @@ def _overridden(kind: type, expected: type) -> str | None:
     subclasses = kind.__mro__[: kind.__mro__.index(expected)]  # and classes mixed in before it
     for subclass in subclasses:
         for name, value in vars(subclass).items():
-            # `__init__` may make parts in another way: what it makes is compared itself
+            # `__init__` may construct parts differently; the parts themselves are compared.
             if name.startswith("__") and name != "__call__":
                 continue
-            # `empty_cache = None` says that there is no cache, and computes nothing else
+            # `empty_cache = None` means that there is no cache, and changes no computation.
             if value is not None and callable(getattr(expected, name, None)):
                 return f"{name} in {subclass.__name__}"
     return None
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
-    """The plain values of a module, without what `train()` and `eval()` switch."""
+    """Return the plain values of a module, except those that `train()` and `eval()` switch."""
     settings = {}
     for name, value in vars(module).items():
         if isinstance(value, (str, int, float, bool, type(None))):
@@ -163,15 +166,15 @@ def _settings(module: nnx.Module) -> dict[str, Any]:
 
 @typed
 def _noisy(weights: Weights) -> Weights:
-    """The weights with noise, which is the same wherever it is computed.
+    """Add noise to weights that is the same on every machine.
 
     Its values are spread evenly from -NOISE to NOISE (Knuth, The Art of Computer Programming 3,
-    section 6.4: Fibonacci hashing). They aren't drawn by `jax.random`: a program that draws takes
-    several times as long to compile as the model does.
+    section 6.4: Fibonacci hashing). `jax.random` is not used, because a program that draws takes
+    several times as long to compile as the model.
     """
 
     def add_noise(leaf):
-        # 2**32 / golden ratio: the product wraps around
+        # 2**32 / golden ratio; the product wraps around.
         numbers = jax.lax.iota(jnp.uint32, leaf.size) * jnp.uint32(0x9E3779B9)
         fractions = numbers.astype(jnp.float32) / 2.0**32
         noise = NOISE * (2 * fractions - 1)
@@ -184,10 +187,10 @@ def _noisy(weights: Weights) -> Weights:
 def _logits_and_leak(
     graph: nnx.GraphDef, weights: Weights, tokens: Int[Array, "batch time"]
 ) -> tuple[Float[Array, ""], Float[Array, "batch time vocab"]]:
-    """How much logits depend on later tokens, and the logits."""
+    """Return how strongly logits depend on later tokens, and the logits."""
     model: Any = nnx.merge(graph, _noisy(weights))
     known = (tokens.shape[1] + 1) // 2
-    # another token at each later position: the logits before them must stay
+    # Every later position gets another token, and the logits before them must stay.
     later = (tokens[:, known:] + 1) % model.vocab_size  # batch time-known
     others = tokens.at[:, known:].set(later)
     logits = model.logits(model.hidden(tokens))  # batch time vocab
@@ -213,13 +216,14 @@ def _cache_difference(
     tokens: Int[Array, "batch time"],
     logits: Float[Array, "batch time vocab"],
 ) -> Float[Array, ""]:
-    """How far logits from a cache are: all but the last token at once, then that one."""
+    """Return the difference of logits with a cache: all but the last token at once, then the last
+    one."""
     model: Any = nnx.merge(graph, _noisy(weights))
     batch, time = tokens.shape
     cache = model.empty_cache(batch, time)
     first = model.hidden(tokens[:, :-1], cache=cache)  # batch time-1 features
     last = model.hidden(tokens[:, -1:], cache=cache)  # batch 1 features
-    # the head as it is called without a cache, so that only the hidden states differ
+    # The head is called as without a cache, so that only the hidden states differ.
     cached = model.logits(jnp.concatenate([first, last], axis=1))  # batch time vocab
     return _difference(cached[:, -1:], logits[:, -1:])
 
@@ -228,7 +232,7 @@ def _cache_difference(
 def _difference(
     found: Float[Array, "batch time vocab"], expected: Float[Array, "batch time vocab"]
 ) -> Float[Array, ""]:
-    # the smallest normal number: logits that are all alike have no spread to divide by
+    # The smallest normal number, since equal logits have no spread to divide by.
     spread = expected.std() + jnp.finfo(jnp.float32).tiny
     difference = jnp.abs(found - expected).mean()
     return (difference / spread).astype(jnp.float32)

@@ -17,11 +17,11 @@ class Part:
     name: str
     parameters: int
     size: int
-    """In bytes."""
+    """The size in bytes."""
 
 
 def parts_of(config: ModelConfig) -> tuple[Part, ...]:
-    """A model's parts and their parameter counts, in the order of the forward pass."""
+    """Return a model's parts and their parameter counts, in the order of the forward pass."""
     leaves: dict[str, list[nnx.Variable]] = {}
     for path, leaf in named_parameters(abstract_model(config)).items():
         leaves.setdefault(_part_name(path), []).append(leaf)
@@ -34,7 +34,8 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
 
 
 def _part_name(path: str) -> str:
-    """The part of a parameter: blocks.3.attention.query.kernel is of blocks.attention."""
+    """Return the part of a parameter: blocks.3.attention.query.kernel belongs to
+    blocks.attention."""
     names = path.split(".")
     if names[0] == "blocks" and len(names) > 2:
         return f"{names[0]}.{names[2]}"
@@ -42,8 +43,8 @@ def _part_name(path: str) -> str:
 
 
 def _place(part: Part) -> int:
-    """Where a part stands in the forward pass; a user's own parts count as blocks."""
-    # first words of attributes: a state has its parameters in the order of the alphabet
+    """Return a part's place in the forward pass; custom parts count as blocks."""
+    # First words of attributes, since a state sorts its parameters alphabetically.
     order = ("token", "position", "ngram", "shortcut", "blocks", "final", "head", "table")
     first_word = part.name.split("_")[0]
     if first_word not in order:
@@ -52,35 +53,35 @@ def _place(part: Part) -> int:
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """FLOPs of a forward pass per token, at full context.
+    """Return the FLOPs of a forward pass per token, at full context.
 
-    Matrix products only, attention counted without the causal mask but within its window
-    (Chowdhery et al. 2022, appendix B); all operations of a user's own model, as XLA counts them.
-    A training step takes three times that.
+    For a GPT, these are the matrix products; attention counts without the causal mask but within
+    its window (Chowdhery et al. 2022, appendix B). For a custom model, they are all operations, as
+    XLA counts them. A training step takes three times that.
     """
     if config.make is not None:
         return _counted_flops(config)
-    if config.architecture == "bigram":  # a look-up multiplies nothing
+    if config.architecture == "bigram":  # a look-up has no products
         return 0
     multiplications = 0
     for name, leaf in named_parameters(abstract_model(config)).items():
-        # each kernel is multiplied by each token; a table only where it is the head, too
+        # Each kernel is multiplied by each token; a table only if it is also the head.
         is_tied_head = name == "token_embedding.embedding" and config.tie_embeddings
         if name.endswith(".kernel") or is_tied_head:
             multiplications += leaf.size
     reach = config.block_size
     if config.attention_window is not None:
         reach = min(reach, config.attention_window)
-    # scores and averages of values: a product each over the keys in reach
+    # Scores and averages of values: one product each over the keys in reach.
     features = config.num_heads * config.head_size
     multiplications += 2 * config.num_layers * reach * features
-    return 2 * multiplications  # each with an addition
+    return 2 * multiplications  # each has an addition
 
 
 def _counted_flops(config: ModelConfig) -> int:
-    """FLOPs of a user's own model per token, as XLA counts them in the unoptimised program.
+    """Return the FLOPs of a custom model per token, as XLA counts them in the unoptimised program.
 
-    What its parameters are multiplied by isn't known, as it is of a GPT.
+    Unlike in a GPT, it is unknown what its parameters are multiplied by.
     """
     graph, weights = nnx.split(abstract_model(config))
     tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)

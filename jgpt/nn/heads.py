@@ -18,7 +18,7 @@ from jgpt.shapes.contract import check, typed
 
 
 class _Attention(Module):
-    """What Head and MultiHeadAttention share: QK-norm, rotary embedding, mask."""
+    """The common part of Head and MultiHeadAttention: QK-norm, rotary embedding, mask."""
 
     causal: bool
     window: int | None
@@ -32,10 +32,10 @@ class _Attention(Module):
         norm: RMSNorm | None,
         position: Int[Array, " time"] | None = None,
     ) -> Float[Array, "*batch time {self.head_dim}"]:
-        """QK-norm, then rotary embedding, if the module has them."""
+        """Apply QK-norm, then rotary embedding, if the module has them."""
         if norm is not None:
-            x = norm(x).astype(x.dtype)  # norms return float32, attention is in the dtype of x
-        # a rotation keeps a vector's length, so that what is normalised stays so
+            x = norm(x).astype(x.dtype)  # norms return float32, but attention uses the dtype of x
+        # A rotation keeps a vector's length, so normalised vectors stay normalised.
         if self.rotary:
             if position is None:
                 position = jnp.arange(x.shape[-2])
@@ -48,8 +48,9 @@ class _Attention(Module):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None,
     ) -> Bool[Array, "time time"] | None:
-        """The causal mask of self-attention; None where each query may attend to every key."""
-        # without a causal order the window would be ignored in silence
+        """Return the causal mask of self-attention, or None if each query may attend to every
+        key."""
+        # Without a causal order, the window would be silently ignored.
         if self.window is not None and not self.causal:
             raise ValueError(
                 f"window={self.window} needs causal=True: it limits how far back a query attends"
@@ -59,7 +60,7 @@ class _Attention(Module):
         return causal_mask(x.shape[1], self.window)
 
     def source_length(self, x: Any, context: Any) -> int:
-        """How many keys there are: a size in the annotations of `weights`."""
+        """Return the number of keys, which is a size in the annotations of `weights`."""
         if context is None:
             return x.shape[1]
         return context.shape[1]
@@ -128,7 +129,7 @@ class Head(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch time {self.source_length(x,context)}"]:
-        """The attention weights of `x` over itself, or over `context`."""
+        """Return the attention weights of `x` over itself, or over `context`."""
         source = x if context is None else context
         query = self._normalise_and_rotate(self.query(x), self.query_norm)
         key = self._normalise_and_rotate(self.key(source), self.key_norm)
@@ -136,7 +137,8 @@ class Head(_Attention):
 
 
 class MultiHeadAttention(_Attention):
-    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), all heads in one computation."""
+    """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with all heads in one
+    computation."""
 
     @typed
     def __init__(self, config: ModelConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
@@ -163,7 +165,7 @@ class MultiHeadAttention(_Attention):
         self.key_norm = norm() if config.qk_norm else None
         features = self.num_heads * self.head_dim
         kv_features = self.num_kv_heads * self.head_dim
-        # heads are sharded whole: each device of a mesh has some of them, with all their features
+        # Whole heads are sharded: each device of a mesh has some heads with all their features.
         heads = ("num_heads", self.num_heads)
         kv_heads = ("num_kv_heads", self.num_kv_heads)
         linear = functools.partial(Linear, **linear_options(config), rngs=rngs)
@@ -187,7 +189,7 @@ class MultiHeadAttention(_Attention):
         cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Multi-head attention with output projection.
+        """Apply multi-head attention with output projection.
 
         With a `cache`, keys and values of `x` are appended to it, and `x` attends over it.
         """
@@ -197,11 +199,12 @@ class MultiHeadAttention(_Attention):
         source = x if context is None else context
         position = None  # from 0 on
         if cache is not None:
-            # left padding has negative positions: any rotation does, since no query attends to it
+            # Left padding has negative positions; any rotation is fine, since no query attends to
+            # it.
             position = jnp.maximum(cache.positions(x), 0)  # batch time
         query, key, value = self._project(x, source, position)  # batch heads time head_dim
         mask = self._mask(x, context)
-        # drawn even where the weights are never seen, so that the keys after it are the same
+        # Drawn even if the weights are never materialised, so that the later keys stay the same.
         weights_key = self.next_dropout_key(rngs, self.dropout)
         if cache is not None:
             cache.append(key, value)
@@ -216,7 +219,7 @@ class MultiHeadAttention(_Attention):
                 scale=self.scale,
             )
         else:
-            # the other two share key-value heads without copies of them
+            # The two other kernels share key-value heads without copying them.
             heads = kernels.attend_windowed(
                 query,
                 kernels.repeat_heads(key, self.num_heads),
@@ -242,14 +245,14 @@ class MultiHeadAttention(_Attention):
         Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
         Float[Array, "batch {self.num_kv_heads} key {self.head_dim}"],
     ]:
-        """Queries, keys and values, split into heads."""
+        """Compute queries, keys and values, split into heads."""
 
         def prepare(heads, norm):  # values are neither normalised nor rotated
             if position is None:
                 return self._normalise_and_rotate(heads, norm)
 
-            # Over a cache, each sequence of the batch has positions of its own. Keys are cached
-            # rotated, so that a step of decoding rotates the new ones alone.
+            # With a cache, each sequence of the batch has its own positions. Keys are cached
+            # rotated, so that a decoding step rotates only the new ones.
             def prepare_sequence(heads, position):
                 return self._normalise_and_rotate(heads, norm, position)
 
@@ -268,7 +271,7 @@ class MultiHeadAttention(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
     ) -> Float[Array, "batch {self.num_heads} time {self.source_length(x,context)}"]:
-        """The attention weights of each head."""
+        """Return the attention weights of each head."""
         source = x if context is None else context
         query, key, _ = self._project(x, source)
         key = kernels.repeat_heads(key, self.num_heads)  # batch num_heads key head_dim
@@ -276,7 +279,7 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def head(self, index: int) -> Head:
-        """A copy of head `index` as a `Head`. Raises ValueError if there is none."""
+        """Return a copy of head `index` as a `Head`. Raises ValueError if there is none."""
         if not 0 <= index < self.num_heads:
             raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
         head = Head(
@@ -295,12 +298,13 @@ class MultiHeadAttention(_Attention):
             head.query_norm = nnx.clone(self.query_norm)
             head.key_norm = nnx.clone(self.key_norm)
 
-        # the features of a projection are those of head 0, then those of head 1, and so on
+        # The features of a projection are those of head 0, then those of head 1, and so on.
         def columns_of_head(layer, index):
             start = index * self.head_dim
             return columns(layer, start, start + self.head_dim)
 
-        # neighbours share a key-value head: of 6 heads and 2, the first three have number 0
+        # Neighbours share a key-value head: with 6 heads and 2 key-value heads, the first three use
+        # number 0.
         kv_index = index * self.num_kv_heads // self.num_heads
         head.query = columns_of_head(self.query, index)
         head.key = columns_of_head(self.key, kv_index)

@@ -1,4 +1,4 @@
-"""Int8 weights for decoding: a token reads a quarter of the memory."""
+"""Int8 weights for decoding, which read a quarter of the memory for each token."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jgpt.shapes.contract import typed
 
 
 class Int8Linear(Module):
-    """A `Linear` whose products are of int8, accumulated in int32.
+    """A `Linear` whose products are in int8, accumulated in int32.
 
-    Weights have a scale for each output feature, inputs one for each row (Dettmers et al. 2022,
-    section 3.1, "vector-wise quantization").
+    Weights have one scale for each output feature, and inputs one for each row (Dettmers et al.
+    2022, section 3.1, "vector-wise quantization").
     """
 
     @typed
@@ -28,7 +28,7 @@ class Int8Linear(Module):
     ) -> None:
         self.in_features, self.out_features = kernel.shape
         rows, scale = quantise(kernel.T)
-        # output features first: XLA's CPU backend multiplies these rows faster than columns
+        # Output features first, since XLA's CPU backend multiplies these rows faster than columns.
         self.kernel = nnx.Param(rows)
         self.scale = nnx.Param(scale)
         self.bias = None if bias is None else nnx.Param(bias)
@@ -39,17 +39,17 @@ class Int8Linear(Module):
     ) -> Float[Array, "*rows {self.out_features}"]:
         """Apply the layer to the last axis."""
         rows, scale = quantise(x.reshape(-1, self.in_features))  # rows in_features; rows
-        if rows.shape[0] == 1:  # only products of matrices are fast in int8 on a CPU
+        if rows.shape[0] == 1:  # on a CPU, only matrix products are fast in int8
             rows = jnp.concatenate([rows, rows])
         contract_features = (((1,), (1,)), ((), ()))  # the last axis of both, without a batch
         product = jax.lax.dot_general(
             rows,
             self.kernel[...],
             contract_features,
-            # a sum of products of int8 fits: 127**2 times 133,000 features is below 2**31
+            # The sum of int8 products fits: 127**2 times 133,000 features is below 2**31.
             preferred_element_type=jnp.int32,
         )
-        # a scale of each row and one of each column: they are taken out of the sum over features
+        # Each row and each column has a scale, which are factored out of the sum over features.
         y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]  # rows out_features
         y = y.reshape(*x.shape[:-1], self.out_features)
         if self.bias is None:
@@ -61,27 +61,27 @@ class Int8Linear(Module):
 def quantise(
     x: Float[Array, "rows features"],
 ) -> tuple[Int8[Array, "rows features"], Float[Array, " rows"]]:
-    """Rows as integers from -127 to 127, and the scale of each row."""
+    """Quantise rows to integers from -127 to 127; return them with the scale of each row."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)  # rows
-    scale = jnp.where(largest > 0, largest, 1) / 127  # a row of zeros has no scale of its own
+    scale = jnp.where(largest > 0, largest, 1) / 127  # a row of zeros gets an arbitrary scale
     rounded = jnp.round(x / scale[:, None])  # rows features
     return rounded.astype(jnp.int8), scale
 
 
 @typed
 def with_int8_weights(model: LanguageModel) -> GPT:
-    """A copy of a GPT for decoding, with its linear layers and head in int8.
+    """Return a copy of a GPT for decoding, with its linear layers and head in int8.
 
-    Embeddings and norms stay as they are. Raises ValueError for another model, and
-    FloatingPointError for weights that are not finite, of which int8 has no sign.
+    Embeddings and norms stay unchanged. Raises ValueError for another model, and FloatingPointError
+    for weights that are not finite, which int8 can't represent.
     """
     if not isinstance(model, GPT):
         raise ValueError(
             f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
         )
     for name, parameter in named_parameters(model).items():
-        if isinstance(parameter[...], Tracer):  # as in a proof: it has no values yet
+        if isinstance(parameter[...], Tracer):  # in a proof, it has no values
             continue
         if not jnp.isfinite(parameter[...]).all():
             raise FloatingPointError(
@@ -89,9 +89,9 @@ def with_int8_weights(model: LanguageModel) -> GPT:
             )
     model = nnx.clone(model)
     if model.head is None:
-        # a tied head gets weights of its own: the table stays as it is for looking up
+        # A tied head gets its own weights; the table stays unchanged for look-ups.
         model.head = nnx.data(Int8Linear(model.token_embedding.embedding[...].T))  # type: ignore[assignment]
-    # lists, since both are changed on the way
+    # Lists, since both are changed during iteration.
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(vars(module).items()):
             if isinstance(layer, Linear):

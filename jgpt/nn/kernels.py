@@ -1,4 +1,4 @@
-"""Attention, faster: sliding windows in blocks, cuDNN, and queries in blocks over a KV cache."""
+"""Faster attention: sliding windows in blocks, cuDNN, and queries in blocks over a KV cache."""
 
 import functools
 from typing import Literal, assert_never
@@ -13,13 +13,13 @@ from jgpt.nn.cache import LayerCache
 from jgpt.shapes.contract import typed
 
 MIN_QUERY_BLOCK = 128
-"""Long inputs attend over a KV cache in blocks of queries, so that weights fit a CPU's cache."""
+"""The fewest queries in a block of attention over a KV cache, so that weights fit a CPU's cache."""
 MAX_QUERY_BLOCKS = 8
-"""Each block is unrolled in the program, which grows no further for longer inputs."""
+"""The most blocks, since each is unrolled in the program."""
 
 
 def uses_fused_kernel(kernel: AttentionKernel) -> bool:
-    """Whether to use `fused_attend`; not for an `auto` that no platform has decided."""
+    """Return whether to use `fused_attend`; False for an `auto` that no platform has decided."""
     match kernel:
         case "cudnn":
             return True
@@ -31,7 +31,7 @@ def uses_fused_kernel(kernel: AttentionKernel) -> bool:
 
 @typed
 def query_groups(heads: int, kv_heads: int) -> int:
-    """How many query heads share a key-value head."""
+    """Return the number of query heads that share a key-value head."""
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads must be divisible by {kv_heads} key-value heads")
     return heads // kv_heads
@@ -60,7 +60,8 @@ def attend_windowed(
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch query value_dim"]:
-    """`attend` under `causal_mask(time, window)` or no mask, linear in `time` for a short window.
+    """Compute `attend` under `causal_mask(time, window)` or no mask, linear in `time` if `window`
+    is short.
 
     Then each block of `window` queries attends to its own keys and to those of the block before
     (Beltagy et al. 2020, section 3.1).
@@ -69,16 +70,16 @@ def attend_windowed(
     options = {"scale": scale, "dropout": dropout}
     if mask is None or window is None or window >= time:
         return attend(query, key, value, mask, dropout_key=dropout_key, **options)
-    # A query then has scores for 2 * window keys instead of for all of them.
+    # A query then has scores for 2 * window keys instead of all keys.
     windows = -(-time // window)  # rounded up
     padded_time = windows * window
 
     def split_windows(x):
-        # padding is at the end: no query of the text attends to it
+        # The padding is at the end, so no query of the text attends to it.
         padding = [(0, 0)] * (x.ndim - 2) + [(0, padded_time - time), (0, 0)]
         return jnp.pad(x, padding).reshape(*x.shape[:-2], windows, window, x.shape[-1])
 
-    # of arrays that are *batch windows window features
+    # These take arrays of *batch windows window features.
     def first_window(x):
         return x[..., :1, :, :]
 
@@ -88,7 +89,7 @@ def attend_windowed(
     def with_previous_window(x):
         return jnp.concatenate([x[..., :-1, :, :], x[..., 1:, :, :]], axis=-2)
 
-    # of two windows of keys; a query of the second one reaches back into the first
+    # Over two windows of keys: a query of the second window reaches back into the first.
     mask = causal_mask(2 * window, window)
     query = split_windows(query)  # *batch windows window head_dim
     key = split_windows(key)
@@ -96,7 +97,7 @@ def attend_windowed(
     dropout_keys = (None, None)
     if dropout_key is not None:
         dropout_keys = jax.random.split(dropout_key)
-    # the first window has none before it
+    # No window precedes the first one.
     first = attend(
         first_window(query),
         first_window(key),
@@ -129,20 +130,22 @@ def fused_attend(
     scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "batch heads query head_dim"]:
-    """`attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al. 2022).
+    """Compute `attend` in a fused kernel that never stores the weights (FlashAttention, Dao et al.
+    2022).
 
     The mask is `causal_mask` or none. Query heads share key-value heads in groups (Ainslie et al.
-    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN has it.
+    2023); raises ValueError if the groups don't divide. `cudnn_attends` says where cuDNN supports
+    it.
     """
     query_groups(query.shape[1], key.shape[1])  # raises for heads that can't be grouped
     dtype = query.dtype
 
-    def time_before_heads(x):  # as JAX wants them, in one dtype
+    def time_before_heads(x):  # JAX requires this order, and one dtype
         return x.astype(dtype).swapaxes(1, 2)
 
     keys_before_and_after = None
     if causal and window is not None:
-        keys_before_and_after = (window - 1, 0)  # JAX's windows leave out the query's own position
+        keys_before_and_after = (window - 1, 0)  # JAX's windows exclude the query's own position
     heads = jax.nn.dot_product_attention(
         time_before_heads(query),
         time_before_heads(key),
@@ -165,22 +168,22 @@ def attend_over_cache(
 ) -> Float[Array, "{cache.batch} heads time {cache.head_dim}"]:
     """Attend from the newest positions over a KV cache, in blocks of queries.
 
-    Where the new positions fill the cache, a block skips the keys after it and before the window.
+    If the new positions fill the cache, a block skips the keys after it and before the window.
     """
     heads, time, head_dim = query.shape[1:]
     groups = query_groups(heads, cache.num_kv_heads)
     mask = cache.mask(time, window)
     at_most_eight = -(-time // MAX_QUERY_BLOCKS)  # rounded up
     block_size = max(MIN_QUERY_BLOCK, at_most_eight)
-    # If these positions fill the buffer, its order is theirs. Else all of it is read: XLA copies
-    # a slice of the filled part, which was no faster.
+    # If these positions fill the buffer, they are in order. Otherwise all of it is read, since XLA
+    # would copy a slice of the filled part, which was no faster.
     in_order = time == cache.capacity
-    # the cache has batch and heads in one axis: batch*num_kv_heads groups time head_dim
+    # The cache has batch and heads in one axis: batch*num_kv_heads groups time head_dim.
     query = query.reshape(-1, groups, time, head_dim).astype(cache.keys.dtype)
-    # over the rows of batch*num_kv_heads, since each has a mask of its own
+    # Mapped over the rows of batch*num_kv_heads, since each has its own mask.
     attend_rows = jax.vmap(functools.partial(attend, scale=scale))
     blocks = []
-    # not a range of steps: a proof, in which `time` has no number, asks at each start
+    # Not a range of steps: in a proof, where `time` has no number, each start becomes a branch.
     for i in range(MAX_QUERY_BLOCKS):
         start = i * block_size
         if start >= time:
@@ -190,10 +193,11 @@ def attend_over_cache(
         if in_order:
             first = 0
             if window is not None:
-                first = max(0, start + 1 - window)  # all that the block's first query attends to
+                # every key that the block's first query attends to
+                first = max(0, start + 1 - window)
             keys = slice(first, end)
-        # query heads that share a key-value head are folded into the time axis: one product of
-        # more rows instead of a copy of the keys for each of them
+        # Query heads that share a key-value head are folded into the time axis: one product of more
+        # rows instead of a copy of the keys for each head.
         queries = query[:, :, start:end].reshape(query.shape[0], -1, head_dim)
         tiled_mask = jnp.tile(mask[:, start:end, keys], (1, groups, 1))  # batch groups*query key
         attended = attend_rows(

@@ -19,7 +19,7 @@ from jgpt.parallel.rules import Dimension, Dimensions, parameter
 from jgpt.shapes.contract import typed
 
 INIT_STD = 0.02
-"""GPT-2's, whatever the sizes of a layer are."""
+"""The initial std of GPT-2, independent of a layer's sizes."""
 
 
 class Linear(Module):
@@ -52,7 +52,7 @@ class Linear(Module):
         param_dtype = supported_dtype(param_dtype)
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         bias = jnp.zeros(out_features, param_dtype)
-        # dimension names say which axes of a mesh a parameter is sharded over
+        # The mesh axes that shard a parameter follow from its dimension names.
         self.kernel = parameter(kernel, *dimensions)
         self.bias = parameter(bias, dimensions[1]) if use_bias else None
 
@@ -71,7 +71,7 @@ class Linear(Module):
 
 @typed
 def columns(layer: Linear, start: int, stop: int) -> Linear:
-    """A copy with the output features from `start` to `stop`."""
+    """Return a copy with the output features from `start` to `stop`."""
     part = nnx.clone(layer)
     part.out_features = stop - start
     part.kernel = nnx.Param(layer.kernel[:, start:stop])
@@ -112,19 +112,19 @@ class Embedding(Module):
 def look_up(
     table: Float[Array, "in_features embed_dim"], index: Int[Array, "*rows"]
 ) -> Float[Array, "*rows embed_dim"]:
-    """The rows of an embedding table, in at least float32."""
-    # Widened before the look-up, not after it: the backward pass then sums the gradients of a row
-    # in float32. In bfloat16 a token that occurs a thousand times counts 256 times.
+    """Return the rows of an embedding table, in at least float32."""
+    # Widened before the look-up, so that the backward pass sums the gradients of a row in float32.
+    # In bfloat16 a token that occurs a thousand times counts 256 times.
     return jnp.take(at_least_float32(table), index, axis=0)
 
 
 @typed
 def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
     """Divide the last axis by its root mean square, in at least float32."""
-    # first widened: squares of large features don't fit into float16
+    # Widened first, since squares of large features overflow float16.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.square(x).mean(axis=-1, keepdims=True)  # *rows 1
-    # epsilon under the root, as in PyTorch: features that are all zero stay zero
+    # Epsilon is under the root, as in PyTorch: features that are all zero stay zero.
     return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
@@ -176,10 +176,10 @@ class LayerNorm(RMSNorm):
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        # Two passes. The mean of squares minus the squared mean takes one, and loses digits where
-        # the mean is large beside the spread.
+        # Two passes. The mean of squares minus the squared mean takes one pass, but loses digits if
+        # the mean is large relative to the spread.
         centred = x - x.mean(axis=-1, keepdims=True)  # *rows embed_dim
-        y = super().__call__(centred)  # the mean square of what has mean 0 is its variance
+        y = super().__call__(centred)  # the variance of values with mean 0 is their mean square
         if self.bias is None:
             return y
         return y + self.bias[...].astype(y.dtype)
@@ -189,7 +189,8 @@ class LayerNorm(RMSNorm):
 def apply_dropout(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:
-    """Inverted dropout (Srivastava et al. 2014, section 4); the identity without a key.
+    """Apply inverted dropout (Srivastava et al. 2014, section 4); without a key, return `x`
+    unchanged.
 
     Raises ValueError for a rate outside [0, 1).
     """
@@ -198,12 +199,12 @@ def apply_dropout(
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    # scaled up here, so that expectations are the same in evaluation, where nothing is dropped
+    # Scaled up here, so that expectations equal those of evaluation, where nothing is dropped.
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 def make_norm(config: ModelConfig) -> RMSNorm:
-    """The norm that a config describes."""
+    """Make the norm that a config describes."""
     # learned scales are optional: `modern-cpu` has none
     options: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
@@ -220,8 +221,9 @@ def make_norm(config: ModelConfig) -> RMSNorm:
 
 
 def linear_options(config: ModelConfig) -> dict[str, Any]:
-    """The options of `Linear` that a config decides for all layers."""
-    # only what is still `auto` changes: fit and load have decided it for the platform
+    """Return the options of `Linear` that a config decides for all layers."""
+    # This only changes fields that are still `auto`; fit and load have decided them for the
+    # platform.
     config = portable(config)
     return {
         "use_bias": config.use_bias,
@@ -232,11 +234,11 @@ def linear_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
-    """The language-model head of a config without tied embeddings."""
+    """Make the language-model head of a config without tied embeddings."""
     options: dict[str, Any] = linear_options(config)
     options["use_bias"] = config.head_bias
     options["init_std"] = INIT_STD
-    if config.zero_init:  # all tokens are equally likely at first: the loss begins at log(vocab)
+    if config.zero_init:  # equally likely tokens: the loss begins at log(vocab)
         options["init_std"] = 0.0
     return Linear(
         config.embed_dim,
@@ -249,8 +251,8 @@ def vocabulary_head(config: ModelConfig, *, rngs: nnx.Rngs) -> Linear:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """The initial std of residual projections (Radford et al. 2019, section 2.3)."""
+    """Return the initial std of residual projections (Radford et al. 2019, section 2.3)."""
     if config.zero_init:  # each block begins as the identity
         return 0.0
-    # each block adds two branches to the stream, whose variance would grow with the depth
+    # Each block adds two branches to the stream, whose variance would grow with the depth.
     return INIT_STD / math.sqrt(2 * config.num_layers)

@@ -1,4 +1,4 @@
-"""Cross entropy, whole or in chunks, and bits per character."""
+"""Cross entropy, computed at once or in chunks, and bits per character."""
 
 import math
 from collections.abc import Callable
@@ -14,22 +14,23 @@ from jgpt.parallel.rules import shards_of
 from jgpt.shapes.contract import typed
 
 LOGITS_BYTES = 1 << 30
-"""The largest float32 logits that a loss materialises; beyond it computes in chunks."""
+"""The largest float32 logits in bytes that a loss materialises; larger ones are computed in
+chunks."""
 
 LanguageModelHead = Callable[
     [Float[Array, "batch time embed_dim"]], Float[Array, "batch time vocab"]
 ]
-"""Hidden states to logits, as a model's `logits`."""
+"""A function from hidden states to logits, such as a model's `logits`."""
 
 
 @typed
 def token_losses(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    """Each target's negative log likelihood in nats, in at least float32.
+    """Return each target's negative log likelihood in nats, in at least float32.
 
-    Raises ValueError for a target outside the vocabulary. Under `jit`, where values aren't known,
-    its loss is NaN, and so is its gradient: PyTorch's -100 ignores nothing.
+    Raises ValueError for a target outside the vocabulary. Under `jit`, where values are unknown,
+    its loss and gradient are NaN instead. Unlike in PyTorch, a target of -100 is not ignored.
     """
     losses = _losses_of_known_targets(logits, targets)
     # A negative index counts from the end of an array: -100 would be a token of a large vocabulary.
@@ -41,11 +42,12 @@ def token_losses(
 def _losses_of_known_targets(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    """`token_losses` of targets from a dataset, which are in the vocabulary: nothing is masked."""
+    """Return the `token_losses` of a dataset's targets, which are in the vocabulary, so none is
+    masked."""
     require_in_vocabulary(targets, logits.shape[-1], "target")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     chosen = _target_logits(logits, targets)  # *rows
-    # -log softmax(logits)[target], without an array of all the other log probabilities
+    # This is -log softmax(logits)[target], without an array of all other log probabilities.
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -61,10 +63,10 @@ def _target_logits(
 def cross_entropy(
     logits: Float[Array, "*rows vocab"], targets: Int[Array, "*rows"]
 ) -> Float[Array, ""]:
-    """The mean negative log likelihood of the targets in nats, in at least float32.
+    """Return the mean negative log likelihood of the targets in nats, in at least float32.
 
-    Raises ValueError without targets, and for one outside the vocabulary; under `jit`, where values
-    aren't known, the loss is then NaN.
+    Raises ValueError without targets, and for a target outside the vocabulary. Under `jit`, where
+    values are unknown, the loss is NaN instead.
     """
     if targets.size == 0:
         raise ValueError("there are no targets, so their mean loss is undefined")
@@ -72,8 +74,8 @@ def cross_entropy(
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """The rows of logits that a loss materialises at once, over all devices of the mesh set."""
-    shards = shards_of("batch", current_mesh())  # each device has rows of its own
+    """Return the rows of logits that a loss materialises at once, over all devices of the mesh."""
+    shards = shards_of("batch", current_mesh())  # each device has its own rows
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))  # float32 has 4 bytes
     return rows * shards
 
@@ -85,9 +87,9 @@ def token_losses_from(
     head: LanguageModelHead,
     max_rows: int,
 ) -> Float[Array, "batch time"]:
-    """`token_losses(head(x), targets)`, materialising at most `max_rows` rows of logits.
+    """Compute `token_losses(head(x), targets)`, materialising at most `max_rows` rows of logits.
 
-    For targets of a dataset, which are known to be in the vocabulary.
+    The targets must be in the vocabulary, as those of a dataset are.
     """
     if targets.size <= max_rows:
         return _losses_of_known_targets(head(x), targets)
@@ -99,7 +101,7 @@ def token_losses_from(
     x_chunks, target_chunks, _ = _chunked(x, targets, max_rows)
     losses = jax.lax.map(losses_of_chunk, (x_chunks, target_chunks))  # chunks batch chunk
     flat = jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1)  # batch chunks*chunk
-    return flat[:, : targets.shape[1]]  # without padding of the last chunk
+    return flat[:, : targets.shape[1]]  # without the padding of the last chunk
 
 
 @typed
@@ -109,11 +111,11 @@ def cross_entropy_from(
     head: LanguageModelHead,
     max_rows: int,
 ) -> Float[Array, ""]:
-    """`cross_entropy(head(x), targets)`, materialising at most `max_rows` rows of logits.
+    """Compute `cross_entropy(head(x), targets)`, materialising at most `max_rows` rows of logits.
 
-    Fused linear cross entropy (Hsu et al. 2024): a chunk's gradient is computed with its loss, so
-    its logits are neither kept nor recomputed for the backward pass. For targets of a dataset,
-    which are known to be in the vocabulary.
+    This is fused linear cross entropy (Hsu et al. 2024): a chunk's gradient is computed with its
+    loss, so its logits are neither stored nor recomputed for the backward pass. The targets must be
+    in the vocabulary, as those of a dataset are.
     """
     if targets.size == 0:
         raise ValueError("there are no targets, so their mean loss is undefined")
@@ -121,15 +123,15 @@ def cross_entropy_from(
         return _losses_of_known_targets(head(x), targets).mean()
     rows = targets.size
     x_chunks, target_chunks, is_counted = _chunked(x, targets, max_rows)
-    # closed-over weights get a gradient only as arguments
+    # Closed-over weights get a gradient only as arguments.
     head, weights = jax.closure_convert(head, x_chunks[0])
 
     def chunk_loss(x, weights, targets, is_counted):
         losses = _losses_of_known_targets(head(x, *weights), targets)  # batch chunk
         return jnp.where(is_counted, losses, 0).sum() / rows
 
-    # Forward, the gradients are computed with the loss and saved in place of the logits: the
-    # backward pass only scales them.
+    # The forward pass computes the gradients with the loss and stores them in place of the logits;
+    # the backward pass only scales them.
     def forward(x_chunks, weights, target_chunks, is_counted):
         def add_chunk(weight_gradients, chunk):
             x, targets, is_counted = chunk  # batch chunk embed_dim; batch chunk; batch chunk
@@ -137,7 +139,7 @@ def cross_entropy_from(
             loss, (x_gradient, gradients) = loss_and_gradients(x, weights, targets, is_counted)
             return jax.tree.map(jnp.add, weight_gradients, gradients), (loss, x_gradient)
 
-        # in float32 also for 16-bit weights: small gradients would be lost in a large sum
+        # In float32 even for 16-bit weights, since small gradients would vanish in a large sum.
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
         weight_gradients, (losses, x_gradients) = jax.lax.scan(
             add_chunk, zeros, (x_chunks, target_chunks, is_counted)
@@ -145,7 +147,7 @@ def cross_entropy_from(
         return losses.sum(), (x_gradients, weight_gradients)
 
     def backward(gradients, cotangent):
-        # by the chain rule: what the loss is multiplied by later is known only here
+        # The chain rule: the factor of the loss is known only in the backward pass.
         def scale(gradient, primal):
             return (gradient * cotangent).astype(primal.dtype)
 
@@ -169,14 +171,16 @@ def _chunked(
     Int[Array, "chunks batch chunk"],
     Bool[Array, "chunks batch chunk"],
 ]:
-    """A batch cut along time into chunks of at most `max_rows` rows, and which of them are real.
+    """Cut a batch along time into chunks of at most `max_rows` rows; also return which rows are
+    real.
 
-    Along time, so that a batch sharded over devices stays sharded.
+    The cut is along time, so that a batch sharded over devices stays sharded.
     """
     batch, time = targets.shape
     longest = max(1, max_rows // batch)
     chunks = -(-time // longest)  # rounded up
-    size = -(-time // chunks)  # as few chunks, but of equal size: less of the last one is padding
+    # equal sizes for the same number of chunks, so that the last has little padding
+    size = -(-time // chunks)
     padding = chunks * size - time
 
     def cut(array):
@@ -189,8 +193,8 @@ def _chunked(
 
 
 def bits_per_character(loss: float, characters_per_token: float) -> float:
-    """A loss in nats per token as bits per character of the text.
+    """Convert a loss in nats per token to bits per character of the text.
 
-    Unlike a loss per token it can be compared between tokenizers.
+    Unlike a loss per token, it can be compared between tokenizers.
     """
     return loss / (characters_per_token * math.log(2))

@@ -23,28 +23,28 @@ Weights = PyTree[Float[Array, "..."]]
 class LanguageModel(Protocol):
     """The interface that training and generation require of an `nnx.Module`.
 
-    It is causal: logits at a position depend on no later token.
+    The model is causal: the logits at a position depend on no later token.
     """
 
     vocab_size: int
-    """Tokens in the vocabulary."""
+    """The number of tokens in the vocabulary."""
     block_size: int
-    """The longest context, in tokens."""
+    """The length of the longest context, in tokens."""
 
     def hidden(
         self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time features"]:
-        """Final hidden states; `rngs` has a stream `dropout` in training."""
+        """Return final hidden states; `rngs` has a stream `dropout` in training."""
         ...
 
     def logits(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
-        """The language-model head."""
+        """Return the logits for hidden states, from the language-model head."""
         ...
 
     def __call__(
         self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
     ) -> Float[Array, "batch time vocab"]:
-        """Next-token logits: `logits(hidden(tokens))`."""
+        """Return next-token logits: `logits(hidden(tokens))`."""
         ...
 
 
@@ -53,7 +53,7 @@ class CachedLanguageModel(LanguageModel, Protocol):
     """A language model with a KV cache."""
 
     supports_rolling_cache: bool
-    """Whether decoding with a cache may go past `block_size`."""
+    """Whether decoding with a cache may continue past `block_size`."""
 
     def hidden(
         self,
@@ -62,7 +62,7 @@ class CachedLanguageModel(LanguageModel, Protocol):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time features"]:
-        """Final hidden states; `tokens` continue the sequences in a cache."""
+        """Return final hidden states; `tokens` continue the sequences in a cache."""
         ...
 
     def __call__(
@@ -72,17 +72,17 @@ class CachedLanguageModel(LanguageModel, Protocol):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """Next-token logits; `tokens` continue the sequences in a cache."""
+        """Return next-token logits; `tokens` continue the sequences in a cache."""
         ...
 
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of up to `capacity` positions."""
+        """Return an empty KV cache for `batch` sequences of up to `capacity` positions."""
         ...
 
 
 @runtime_checkable
 class GatheredHead(Protocol):
-    """A language model that can gather its head over a mesh once, where many calls use it."""
+    """A language model that can gather its head over a mesh once, for many calls."""
 
     def gather_head(self) -> None:
         """Replace the head's weights by gathered ones, in a trace."""
@@ -91,7 +91,7 @@ class GatheredHead(Protocol):
 
 @typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
-    """The model that a config describes.
+    """Make the model that a config describes.
 
     Raises ValueError if a custom model lacks a part of `LanguageModel`.
     """
@@ -110,7 +110,7 @@ def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
 
 
 def is_built_in(model: LanguageModel) -> bool:
-    """Whether a config alone describes a model's class, without code of the user's."""
+    """Return whether a config alone describes a model's class, without custom code."""
     return type(model) in (GPT, BigramLM)
 
 
@@ -118,18 +118,19 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     kind = type(model).__name__
     if not isinstance(model, nnx.Module):
         raise ValueError(f"the model must be a flax.nnx.Module, not {kind}")
-    # before `isinstance` of a protocol, which doesn't say what is missing
+    # Before `isinstance` of a protocol, which doesn't name the missing attribute.
     required = ("vocab_size", "block_size", "hidden", "logits", "__call__")
     missing = [name for name in required if not hasattr(model, name)]
     if missing:
         raise ValueError(f"a {kind} lacks {', '.join(missing)}, which jgpt.LanguageModel has")
-    # the config's are those of the tokenizer and of the batches
+    # The config's sizes are those of the tokenizer and of the batches.
     for name in ("vocab_size", "block_size"):
         value = getattr(model, name)
         expected = getattr(config, name)
         if value != expected:
             raise ValueError(f"{kind}.{name} is {value}, not the config's {expected}")
-    # a train step would lose any other state, such as batch statistics: it returns weights alone
+    # A train step returns only weights, so any other state, such as batch statistics, would be
+    # lost.
     others = set()
     for _, leaf in nnx.to_flat_state(nnx.state(model)):
         if not isinstance(leaf, nnx.Param):
@@ -142,21 +143,22 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """`create_model` with abstract parameters: shapes and dtypes without memory."""
-    if config.make is not None:  # code that a notebook may change: it is never taken from a cache
+    """Make the model of `create_model` with abstract parameters: shapes and dtypes without
+    memory."""
+    if config.make is not None:  # never cached, since a notebook may change this code
         return nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     graph, state = _traced(config, jax.sharding.get_abstract_mesh(), x64)
-    return nnx.merge(graph, state, copy=True)  # callers may change it: the cached one stays
+    return nnx.merge(graph, state, copy=True)  # callers may change their copy; the cached one stays
 
 
 def weights_of(model: Any) -> dict[str, Any]:
-    """A model's parameters as a plain tree, abstract ones too."""
+    """Return a model's parameters, also abstract ones, as a plain tree."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def named_parameters(model: Any) -> dict[str, nnx.Variable]:
-    """A model's parameters by path, such as blocks.0.attention.query.kernel."""
+    """Return a model's parameters by path, such as blocks.0.attention.query.kernel."""
     named = {}
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(str(key) for key in path)
@@ -165,16 +167,17 @@ def named_parameters(model: Any) -> dict[str, nnx.Variable]:
 
 
 def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
-    """The dimension names of a model's parameters by path."""
+    """Return the dimension names of a model's parameters by path."""
     parameters = named_parameters(abstract_model(config))
     return {path: dimensions_of(parameter) for path, parameter in parameters.items()}
 
 
 @functools.lru_cache(maxsize=8)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
-    """A cached abstract model: tracing it takes a tenth of a second.
+    """Return a cached abstract model, since tracing it takes a tenth of a second.
 
-    `_context` is what its arrays depend on besides the config, so that each has an entry.
+    `_context` are the values besides the config that determine its arrays, so that each has an
+    entry.
     """
     model = nnx.eval_shape(lambda: create_model(config, rngs=nnx.Rngs(0)))
     return nnx.split(model)

@@ -1,4 +1,4 @@
-"""The base class of modules, with checked sizes and keys for dropout; the check of tokens."""
+"""The base class of modules, with checked sizes and dropout keys, and the check of tokens."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ SIZES = (
     "num_embeddings", "num_heads", "num_kv_heads", "out_features", "rotary_base",
     "vocab_size", "window",
 )  # fmt: skip
-"""Attributes validated as positive."""
+"""Attributes that must be positive."""
 
 
 class Module(nnx.Module):
@@ -28,8 +28,8 @@ class Module(nnx.Module):
     deterministic = True  # `train()` sets it to False, `eval()` to True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # here and not in constructors, so that what a user sets later is checked, too; `not`
-        # before the comparison, since NaN is not between any two numbers
+        # Checked here instead of in constructors, so that attributes that a user sets later are
+        # checked, too. `not` precedes the comparison, since NaN is not between any two numbers.
         if name == "dropout" and not 0 <= value < 1:
             raise ValueError(f"{name}={value} must be at least 0 and below 1")
         if name == "epsilon" and not value >= 0:
@@ -45,14 +45,15 @@ class Module(nnx.Module):
 
     @typed
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
-        """The next key of the `dropout` stream, or None in evaluation.
+        """Return the next key of the `dropout` stream, or None in evaluation.
 
         Raises ValueError if `rngs` lack the stream, and after `train()` if dropout lacks `rngs`.
         """
         if rngs is not None:
             if "dropout" not in rngs and "default" not in rngs:
                 raise ValueError("rngs has no stream for dropout: nnx.Rngs(dropout=key) has one")
-            # drawn for a rate of 0, too: keys of later layers don't depend on the rates of earlier
+            # Drawn even for a rate of 0, so that the keys of later layers don't depend on the rates
+            # of earlier ones.
             return rngs.dropout()
         if rate > 0 and not self.deterministic:
             raise ValueError(
@@ -66,19 +67,20 @@ class Module(nnx.Module):
 def require_in_vocabulary(
     tokens: Int[Array, "*rows"], vocab_size: int, what: str = "token"
 ) -> None:
-    """Raise ValueError, with the place, for the first token outside the vocabulary.
+    """Raise ValueError, naming the place, for the first token outside the vocabulary.
 
-    Not under a trace, where values aren't known: there a loss is NaN for a target outside, and so
-    is an embedding, but its tokens from -vocab_size to -1 count from the end of the vocabulary.
+    Under a trace, where values are unknown, nothing is raised: the loss of a target outside is NaN,
+    and so is an embedding, except that tokens from -vocab_size to -1 count from the vocabulary's
+    end.
     """
     if isinstance(tokens, Tracer):
         return
-    values = np.asarray(tokens)  # on the host: the check compiles nothing
+    values = np.asarray(tokens)  # on the host, so that the check compiles nothing
     places = np.argwhere((values < 0) | (values >= vocab_size))
     if len(places) == 0:
         return
     first = places[0]
-    *batch, position = first.tolist() or [0]  # one token alone, without an axis, has no index
+    *batch, position = first.tolist() or [0]  # a single token without an axis has no index
     place = f"position {position}"
     for index in reversed(batch):
         place = f"batch index {index}, {place}"
@@ -92,7 +94,7 @@ def require_in_vocabulary(
 def require_in_block(position: Int[Array, "*rows"], block_size: int) -> None:
     """Raise ValueError for learned positions past the block, which their table lacks.
 
-    Not under a trace, where values aren't known: there their embedding is NaN.
+    Under a trace, where values are unknown, nothing is raised, and their embedding is NaN.
     """
     if isinstance(position, Tracer):
         return

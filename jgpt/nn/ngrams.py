@@ -13,8 +13,8 @@ from jgpt.shapes.contract import typed
 class NGramEmbedding(Module):
     """Hashed n-gram embeddings: the sum over sizes of the n-gram that ends at each position.
 
-    N-grams share `num_rows` rows per size through a hash. Before the start of the text the token
-    is -1, which hashes like one more token (Pagnoni et al. 2024, section 3.2.1).
+    For each size, the n-grams share `num_rows` rows through a hash. Before the start of the text
+    the token is -1, which hashes like one more token (Pagnoni et al. 2024, section 3.2.1).
     """
 
     @typed
@@ -22,7 +22,7 @@ class NGramEmbedding(Module):
         self.sizes = config.ngram_sizes
         self.num_rows = config.ngram_rows
         self.embed_dim = config.embed_dim
-        # one table for all sizes: one look-up, and one array for the optimizer
+        # One table for all sizes: one look-up, and one array for the optimizer.
         rows = len(self.sizes) * self.num_rows
         self.table = Embedding(rows, self.embed_dim, param_dtype=config.param_dtype, rngs=rngs)
 
@@ -36,25 +36,25 @@ class NGramEmbedding(Module):
 
     @typed
     def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
-        """The table row of each size's n-gram, by hash."""
+        """Return the table row of each size's n-gram, by hash."""
         longest = max(self.sizes)
         padding = ((0, 0), (longest - 1, 0))
         padded = jnp.pad(tokens, padding, constant_values=-1)  # batch longest-1+time
-        # The hash of an n-gram is that of the last n - 1 tokens, with one more mixed in: one pass
-        # backwards makes those of all sizes.
+        # The hash of an n-gram is that of its last n - 1 tokens with one more mixed in, so a single
+        # pass backwards makes the hashes of all sizes.
         hashed = jnp.zeros(tokens.shape, jnp.uint32)  # batch time
         rows = []
         for size in range(1, longest + 1):
             # the token `size - 1` before each position
             earlier = padded[:, longest - size : padded.shape[1] - size + 1]  # batch time
-            symbol = (earlier + 1).astype(jnp.uint32)  # from 0 on, which is a missing token
+            symbol = (earlier + 1).astype(jnp.uint32)  # 0 is a missing token
             # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low
-            # ones. The remainder below would else depend on the low bits alone.
+            # ones. Otherwise the remainder below would depend only on the low bits.
             hashed = (hashed + symbol) * jnp.uint32(0x9E3779B1)
             hashed = hashed ^ (hashed >> 15)
             if size in self.sizes:
                 remainder = hashed % jnp.uint32(self.num_rows)
-                # the rows of each size lie behind those of the sizes before
+                # The rows of each size follow those of the sizes before.
                 offset = len(rows) * self.num_rows
                 rows.append(offset + remainder.astype(jnp.int32))
         return jnp.stack(rows, axis=-1)  # batch time sizes

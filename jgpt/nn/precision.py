@@ -14,13 +14,13 @@ from jgpt.shapes.contract import typed
 
 @typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
-    """The config with each `auto` decided for a platform.
+    """Return the config with each `auto` decided for a platform.
 
     Products are in bfloat16 on TPUs and on CUDA GPUs since Ampere. Activations are in the same
-    dtype, but float32 on CPUs: there 16-bit products are fast, and element-wise operations on
-    16-bit numbers are slow because XLA converts each operand.
+    dtype, except on CPUs, where they are float32: 16-bit products are fast there, but element-wise
+    operations on 16-bit numbers are slow because XLA converts each operand.
     """
-    # in this order: each choice depends on those before it
+    # In this order, since each choice depends on those before it.
     dtype = config.dtype
     if dtype == "auto":
         bfloat16_is_fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
@@ -40,12 +40,12 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 
 
 def portable(config: ModelConfig) -> ModelConfig:
-    """The config with each `auto` decided as for a CPU, which works on every platform."""
+    """Return the config with each `auto` decided as for a CPU, which works on every platform."""
     return for_platform(config, Platform("cpu"))
 
 
 def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """`for_platform` of a run's config, to compile from.
+    """Apply `for_platform` to a run's config, to compile from it.
 
     The saved config keeps `auto`, so that the run can be resumed on another platform.
     """
@@ -53,9 +53,9 @@ def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
 
 
 def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
-    """Whether cuDNN's fused attention supports a dtype and head size on a platform.
+    """Return whether cuDNN's fused attention supports a dtype and head size on a platform.
 
-    It needs 16-bit operands and compute capability 8.0 (Ampere), and 9.0 (Hopper) for head sizes
+    It needs 16-bit operands and compute capability 8.0 (Ampere), or 9.0 (Hopper) for head sizes
     above 128.
     """
     capability = platform.cuda_capability or 0.0  # None on other platforms
@@ -67,22 +67,22 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
 
 @typed
 def at_least_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The array in float32, or as it is if it is wider: the dtype of sums and averages."""
+    """Cast an array to float32 unless it is wider; sums and averages use this dtype."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def supported_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The same dtype.
+    """Return the dtype if JAX supports it for models.
 
     Raises ValueError for one that is not floating-point, and for float64 if JAX_ENABLE_X64 is off.
     """
     try:
         is_floating = jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # it is no dtype at all
+    except TypeError:  # not a dtype
         is_floating = False
     if not is_floating:
         raise ValueError(f"dtype {dtype!r} must be floating-point, such as float32 or bfloat16")
-    # JAX would take float32 instead, with no more than a warning
+    # JAX would use float32 instead, with only a warning.
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"dtype {jnp.dtype(dtype)} needs JAX_ENABLE_X64=1 in the environment")
     return dtype

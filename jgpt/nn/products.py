@@ -13,7 +13,7 @@ from jgpt.shapes.matching import SYMBOLS
 PAD_MIN_FEATURES = 1024
 PAD_MIN_ROWS = 128
 TILE = 128
-"""Products of more rows with more features are padded to a multiple of the tile size."""
+"""The size of a tile: large products are padded to a multiple of it."""
 
 
 @typed
@@ -23,16 +23,16 @@ def project(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
-    """`x @ kernel` with operands in `dtype` and the result in `activation_dtype`.
+    """Compute `x @ kernel` with operands in `dtype` and the result in `activation_dtype`.
 
-    Leading axes are flattened: XLA's CPU backend has no fast path for the gradient of a batched
-    product.
+    Leading axes are flattened, since XLA's CPU backend has no fast path for the gradient of a
+    batched product.
     """
     rows = x.shape[:-1]
     in_features = x.shape[-1]
     wide = jnp.promote_types(dtype, jnp.float32)
     # The backward pass of a batched product recomputes the activation's gradient in a loop that is
-    # not vectorised: flattened, that of an MLP took 4 ms instead of 12.
+    # not vectorised. Flattened, that of an MLP took 4 ms instead of 12.
     flat = x.reshape(math.prod(rows), in_features).astype(wide)  # rows in_features
     product = _product
     if jnp.finfo(dtype).bits < 32:
@@ -48,10 +48,10 @@ def project_to_vocabulary(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows out_features"]:
-    """`project` to a vocabulary: output features are padded to a multiple of 128 inside.
+    """Apply `project` to a vocabulary, with output features padded to a multiple of 128 inside.
 
-    GPT-2's 50,257 is slow to multiply. Up to 1,024 features, and for the few rows of a decode step,
-    padding costs more than it saves.
+    GPT-2's 50,257 is slow to multiply. With up to 1,024 features, or the few rows of a decoding
+    step, padding takes more time than it saves.
     """
     rows = math.prod(x.shape[:-1])
     features = kernel.shape[1]
@@ -64,8 +64,8 @@ def project_to_vocabulary(
 
 
 def _are_many(rows: int) -> bool:
-    """Whether padding is worth it; for a number of rows that isn't known it is."""
-    # `jax.export` has one program for all numbers of rows, a proof looks at both answers
+    """Return whether there are enough rows for padding to pay; True if their number is unknown."""
+    # `jax.export` makes one program for all numbers of rows; a proof covers both branches.
     if jax.export.is_symbolic_dim(rows) and not SYMBOLS.get():
         return True
     return rows > PAD_MIN_ROWS
@@ -78,8 +78,9 @@ def project_to_tied_vocabulary(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None = None,
 ) -> Float[Array, "batch time vocab"]:
-    """`project_to_vocabulary` by a transposed embedding table."""
-    # one sequence's newest token: the table times its column, or XLA's CPU backend copies the table
+    """Apply `project_to_vocabulary` with a transposed embedding table."""
+    # For one token of one sequence, the table times its column: otherwise XLA's CPU backend copies
+    # the table.
     if x.shape[:2] == (1, 1):
         column = x[0].T  # in_features 1
         return project(embedding, column, dtype, activation_dtype).T[None]  # 1 1 vocab
@@ -93,9 +94,9 @@ def _product(
     dtype: DTypeLike,
     activation_dtype: DTypeLike | None,
 ) -> Float[Array, "rows out_features"]:
-    """`x @ kernel` of operands in `dtype`, accumulated in at least float32."""
-    # Twice as fast on CPUs with bfloat16 as in float32. A product that also returns bfloat16 is
-    # slower than either: XLA has no fast path for it.
+    """Compute `x @ kernel` of operands in `dtype`, accumulated in at least float32."""
+    # On CPUs with bfloat16 this is twice as fast as float32. A product that also returns bfloat16
+    # is slower than either, since XLA has no fast path for it.
     accumulate = jnp.promote_types(dtype, jnp.float32)
     y = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=accumulate)
     if activation_dtype is None:
@@ -109,13 +110,13 @@ _low_precision_product = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
 
 
 def _forward(x, kernel, dtype, activation_dtype):
-    """The product, and its operands as they are multiplied: half the memory to keep."""
+    """Return the product, and its operands in `dtype`, which take half the memory to store."""
     saved = (x.astype(dtype), kernel.astype(dtype))
     return _product(x, kernel, dtype, activation_dtype), saved
 
 
 def _backward(dtype, activation_dtype, saved, gradient):
-    """The gradients of both operands, in float32 as these were given."""
+    """Return the gradients of both operands, in float32 like the operands."""
     x, kernel = saved
     x_gradient = _product(gradient, kernel.T, dtype, activation_dtype)  # rows in_features
     # in_features out_features

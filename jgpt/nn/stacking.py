@@ -1,7 +1,7 @@
-"""The blocks' arrays stacked: the train state of a config with `scan_layers`.
+"""Stacked arrays of the blocks, for the train state of a config with `scan_layers`.
 
-The number of arrays in a program then doesn't depend on the depth. Checkpoints, and models that a
-user sees, keep each block's own arrays.
+With them, the number of arrays in a program doesn't depend on the depth. Checkpoints, and models
+that a user sees, keep separate arrays for each block.
 """
 
 import operator
@@ -20,11 +20,11 @@ from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
 STACKED = jax.tree_util.DictKey("stacked")
-"""The key of the stacked arrays among the blocks, which are numbered otherwise."""
+"""The key of the stacked arrays, in place of the numbers of the blocks."""
 
 
 def uses_stacked_blocks(config: ModelConfig) -> bool:
-    """Whether the train state of a model has stacked blocks."""
+    """Return whether the train state of a model has stacked blocks."""
     if config.make is not None or config.architecture != "gpt":
         return False
     return config.scan_layers and config.num_layers > 1
@@ -38,7 +38,7 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
         return jnp.stack(arrays)
 
     def stack(blocks):
-        # in the order of their numbers, in which a scan runs them
+        # In the order of their numbers, in which a scan runs them.
         in_order = [blocks[index] for index in sorted(blocks)]
         return {STACKED.key: jax.tree.map(stack_arrays, *in_order)}
 
@@ -47,7 +47,7 @@ def stack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..
 
 @typed
 def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "..."]]:
-    """The inverse of `stack_blocks`."""
+    """Invert `stack_blocks`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     stacks = [leaf for path, leaf in leaves if STACKED in path]
     count = len(stacks[0])  # each has a first axis of num_layers
@@ -63,27 +63,27 @@ def unstack_blocks(tree: PyTree[Shaped[Array, "..."]]) -> PyTree[Shaped[Array, "
 
 
 def stack_specs(specs: Any) -> Any:
-    """The shardings of stacked arrays: those of each block, and a replicated first axis."""
+    """Return the shardings of stacked arrays: those of each block, and a replicated first axis."""
 
     def stacked(spec):
         return PartitionSpec(None, *spec)
 
-    def stack(blocks):  # which are all sharded alike
+    def stack(blocks):  # all blocks are sharded equally
         return {STACKED.key: jax.tree.map(stacked, blocks[0])}
 
     return _map_blocks(stack, specs)
 
 
 def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
-    """A function from weights, with stacked blocks or not, to a model.
+    """Return a function from weights, with stacked blocks or without, to a model.
 
-    The parameters get the dtypes of the config's model: averages of 16-bit weights are wider.
+    The parameters get the dtypes of the config's model, since averages of 16-bit weights are wider.
     """
     model = abstract_model(config)
     merge_all = _merge_like(model)
     if not (isinstance(model, GPT) and uses_stacked_blocks(config)):
         return merge_all
-    # one block that holds the stacked weights of all: `run_blocks` scans over them
+    # A single block holds the stacked weights of all, and `run_blocks` scans over them.
     model.blocks = nnx.List(model.blocks[:1])
     merge_one = _merge_like(model)
 
@@ -97,8 +97,9 @@ def model_merger(config: ModelConfig) -> Callable[[Weights], LanguageModel]:
 
 
 def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
-    """A function from weights to a model with the structure and dtypes of an abstract one."""
-    # taken once, outside of what is traced: each `merge` is then a function of weights alone
+    """Return a function from weights to a model with the structure and dtypes of an abstract
+    one."""
+    # Taken once, outside of the traced function, so that each `merge` depends only on weights.
     graph = nnx.graphdef(model)
     model_weights = weights_of(model)
 
@@ -113,7 +114,7 @@ def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
 
 
 def _map_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the blocks of weights, and of trees like them in the optimizer state."""
+    """Apply a function to the blocks of weights, and of similar trees in the optimizer state."""
 
     def is_weights(node):
         return isinstance(node, dict) and "blocks" in node

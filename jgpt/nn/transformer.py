@@ -1,8 +1,8 @@
 """The transformer: feed-forward network, block, GPT.
 
-Modules hold parameters only. `module(x)` is evaluation; `module(x, rngs=nnx.Rngs(dropout=key))`
+Modules hold only parameters. `module(x)` is evaluation, and `module(x, rngs=nnx.Rngs(dropout=key))`
 is training; after `train()`, dropout without `rngs` is an error. Models map tokens to logits; the
-loss is a function beside them.
+loss is a separate function.
 """
 
 import functools
@@ -36,11 +36,11 @@ from jgpt.shapes.contract import check, typed
 
 
 def activation(name: Activation) -> Callable[[Array], Array]:
-    """The activation function of this name."""
+    """Return the activation function of this name."""
     match name:
         case "relu":
             return jax.nn.relu
-        case "gelu":  # exact, as PyTorch's default is: JAX's default is the approximation
+        case "gelu":  # exact, as PyTorch's default; JAX's default is the approximation
             return functools.partial(jax.nn.gelu, approximate=False)
         case "gelu_tanh":  # GPT-2's; on a CPU it takes half the time of the exact one
             return functools.partial(jax.nn.gelu, approximate=True)
@@ -112,8 +112,8 @@ class Block(Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply the block; a `cache` is appended to and attended over."""
-        # Norms are on the branches: the residual stream goes from the embeddings to the head with
-        # nothing but additions, and gradients come back the same way.
+        # Norms are on the branches: from the embeddings to the head, the residual stream has only
+        # additions, and gradients flow back the same way.
         x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
 
@@ -121,14 +121,14 @@ class Block(Module):
 class GPT(Module):
     """Decoder-only transformer: tokens to next-token logits.
 
-    Initialised as GPT-2: N(0, 0.02), output projections of the residual branches divided by
-    sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). In a model that is built
-    directly, `auto` is float32 with XLA kernels.
+    Weights are initialised as in GPT-2: N(0, 0.02), with output projections of the residual
+    branches divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3). In a model that is
+    built directly, `auto` is float32 with XLA kernels.
     """
 
     @typed
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config  # as it was given, with what is `auto` in it: an import records it so
+        self.config = config  # unchanged, with its `auto`: an import records it like this
         config = portable(config)
         self.dtype = config.dtype
         self.activation_dtype = config.activation_dtype
@@ -146,18 +146,19 @@ class GPT(Module):
                 self.position_embedding = None
             case _:
                 assert_never(config.positions)
-        # Learned positions move with the context: past `block_size` every key would be another one.
-        # Rotary ones are relative, so that keys in the cache stay true.
+        # Learned positions move with the context, so past `block_size` every key would change.
+        # Rotary positions are relative, so cached keys stay valid.
         self.supports_rolling_cache = config.positions == "rotary"
-        # In one assignment each: NNX rejects a module in an attribute that began as None.
+        # Each in a single assignment: NNX rejects a module in an attribute that began as None.
         self.ngram_embedding = NGramEmbedding(config, rngs=rngs) if config.ngram_sizes else None
-        # zeros: a model begins without the shortcut, and learns how much of it each block needs
+        # Zeros, so that a model begins without the shortcut and learns how much of it each block
+        # needs.
         shortcut_scales = jnp.zeros(config.num_layers, config.param_dtype)
         self.shortcut = nnx.Param(shortcut_scales) if config.embedding_shortcut else None
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
-        # the blocks normalise what they read, and leave the stream a sum that grows with the depth
+        # Blocks normalise their inputs, but the stream is a sum that grows with the depth.
         self.final_norm = make_norm(config)
-        # tied: the token embedding's table is the head, too
+        # If tied, the token embedding's table is also the head.
         self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
 
     @typed
@@ -168,7 +169,7 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """Next-token logits.
+        """Return next-token logits.
 
         With a `cache`, `tokens` continue the sequences in it and are appended to it. Raises
         ValueError past `block_size` and for a token outside the vocabulary.
@@ -183,7 +184,7 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Final hidden states, the input of `logits`."""
+        """Return final hidden states, the input of `logits`."""
         return self.final_norm(self.hidden_states(tokens, cache=cache, rngs=rngs)[-1])
 
     @typed
@@ -194,11 +195,11 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
-        """The residual stream: the input of each block, then the output of the last.
+        """Return the residual stream: the input of each block, then the output of the last.
 
         Raises ValueError past `block_size`, and for a cache with another number of layers. With a
-        cache and rotary positions decoding may go past `block_size`, one token at a time: each
-        layer then attends to its last `block_size` positions.
+        cache and rotary positions, decoding may continue past `block_size`, one token at a time:
+        each layer then attends to its last `block_size` positions.
         """
         x = self.embed(tokens, cache=cache, rngs=rngs)
         return run_blocks(self.config, self.blocks, x, self.shortcut, cache=cache, rngs=rngs)
@@ -211,7 +212,8 @@ class GPT(Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Sum of token, position and n-gram embeddings. Raises ValueError past `block_size`."""
+        """Return the sum of token, position and n-gram embeddings. Raises ValueError past
+        `block_size`."""
         time = tokens.shape[1]
         if time > self.block_size:
             raise ValueError(
@@ -222,24 +224,25 @@ class GPT(Module):
         if self.position_embedding is not None:
             position = jnp.arange(time)  # time
             if cache is not None:
-                # left padding has negative positions: any row does, since no query attends to it
+                # Left padding has negative positions; any row is fine, since no query attends to
+                # it.
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
                 require_in_block(position, self.block_size)
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
-            # All features of a position at once: the table can learn the training text by heart,
-            # so in training some positions have to do without it.
+            # All features of a position at once: the table can memorise the training text, so in
+            # training some positions have to do without it.
             ones = jnp.ones((*tokens.shape, 1), x.dtype)  # batch time 1
             ngram_rate = self.config.ngram_dropout
             keep = apply_dropout(ones, ngram_rate, self.next_dropout_key(rngs, ngram_rate))
             known_tokens = tokens
             if cache is not None:
-                # n-grams of the first tokens begin in those before them, which a cache remembers
+                # N-grams of the first tokens begin in the tokens before them, which a cache stores.
                 known_tokens = cache.append_tokens(tokens)  # batch lookback+time
             ngrams = self.ngram_embedding(known_tokens)[:, -time:]  # batch time embed_dim
             x = x + keep * ngrams
-        # The residual stream is never below float32: it is a sum over all blocks, and a small
-        # addition to a large number is lost in 16 bits.
+        # The residual stream is at least float32: it is a sum over all blocks, and 16 bits lose a
+        # small addition to a large number.
         x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
         rate = self.config.dropout
         return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
@@ -248,7 +251,8 @@ class GPT(Module):
     def logits(
         self, x: Float[Array, "batch time {self.embed_dim}"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        """The language-model head, with a softcap of `cap * tanh(logits / cap)` if there is one."""
+        """Apply the language-model head, with a softcap of `cap * tanh(logits / cap)` if there is
+        one."""
         if self.head is None:
             table = gather_parameter(self.token_embedding.embedding, self.dtype)  # vocab embed_dim
             logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)
@@ -257,7 +261,7 @@ class GPT(Module):
         cap = self.config.logit_softcap
         if cap is None:
             return logits
-        # nearly the identity near 0, and never beyond the cap
+        # Nearly the identity near 0, and never beyond the cap.
         return cap * jnp.tanh(logits / cap)
 
     def gather_head(self) -> None:
@@ -269,7 +273,8 @@ class GPT(Module):
 
     @typed
     def empty_cache(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty KV cache for `batch` sequences of `capacity` positions, or of `block_size`."""
+        """Return an empty KV cache for `batch` sequences of `capacity` positions, or of
+        `block_size`."""
         if capacity is None:
             capacity = self.block_size
         layers = []
@@ -282,7 +287,7 @@ class GPT(Module):
                 dtype=self.activation_dtype,
             )
             layers.append(layer)
-        # an n-gram ends at a new token, so that n - 1 of its tokens are earlier ones
+        # An n-gram ends at a new token, so n - 1 of its tokens are earlier ones.
         longest_ngram = max(self.config.ngram_sizes, default=1)
         return KVCache(tuple(layers), batch=batch, lookback=longest_ngram - 1)
 
@@ -290,9 +295,9 @@ class GPT(Module):
     def attention_weights(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "{len(self.blocks)} batch {self.config.num_heads} time time"]:
-        """The attention weights of every layer and head in the forward pass of `tokens`."""
-        # Computed again from the inputs of the blocks: fused and windowed kernels never hold the
-        # weights of a whole sequence in memory.
+        """Return the attention weights of every layer and head in the forward pass of `tokens`."""
+        # Computed again from the inputs of the blocks, since fused and windowed kernels never hold
+        # the weights of a whole sequence in memory.
         inputs = self.hidden_states(tokens)[:-1]  # the last state is the output of all blocks
         weights = []
         for block, x in zip(self.blocks, inputs, strict=True):

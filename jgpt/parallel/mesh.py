@@ -1,4 +1,4 @@
-"""The device mesh: made from text, set, and asked for."""
+"""The device mesh: making it from text, setting it, and asking for it."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from jgpt.refusal import Field, Message
 
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from text such as `data=2,fsdp=4`, to use with `jax.set_mesh`; of all devices."""
+    """Make a mesh of all `devices` from text such as `data=2,fsdp=4`, for `jax.set_mesh`."""
     sizes = mesh_sizes(mesh)
     product = math.prod(sizes.values())
     if devices is None:
@@ -29,7 +29,7 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
                 f"{count}",
             )
         )
-    # automatic axes: XLA's partitioner decides what the rules leave open
+    # Automatic axes: XLA's partitioner decides what the rules leave open.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     try:
         return jax.make_mesh(
@@ -38,29 +38,29 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
             axis_types,
             devices=devices,
         )
-    except NotImplementedError as error:  # a torus of chips has axes of its own
+    except NotImplementedError as error:  # a torus of chips has its own axes
         raise ValueError(
             Message(Field("mesh", mesh), f" doesn't fit the chips' arrangement: {error}")
         ) from None
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
-    """Set the mesh of a text such as `data=2,fsdp=4`; none for None."""
+    """Set the mesh of a text such as `data=2,fsdp=4`; None sets none."""
     if mesh is None:
         return contextlib.nullcontext()
     return jax.set_mesh(make_mesh(mesh))
 
 
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
-    """A mesh without devices, to compute shardings; of one device for None."""
+    """Make a mesh without devices, to compute shardings; None means one device."""
     sizes = mesh_sizes(mesh or "data=1")  # axes of size 1 shard nothing
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def current_mesh() -> AbstractMesh:
-    """The mesh that is set, while tracing too; empty if there is none.
+    """Return the mesh that is set, also while tracing, or an empty mesh.
 
-    Raises ValueError if it has explicit axes, which `jax.make_mesh` gives it by default: XLA's
+    Raises ValueError if it has explicit axes, which is the default of `jax.make_mesh`: XLA's
     partitioner has to shard what the rules leave open.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -74,9 +74,10 @@ def current_mesh() -> AbstractMesh:
 
 
 def default_mesh(devices: int, state_bytes: int, device_memory: int | None) -> str:
-    """A mesh of all devices: over data if each can hold the whole train state, else over fsdp."""
-    # Twice, since activations and gradients need room too. Over data first: each device then has
-    # all weights, and gathers none.
+    """Return a mesh of all devices: over data if each can hold the whole train state, else over
+    fsdp."""
+    # Twice the size, since activations and gradients need room, too. Data comes first, because each
+    # device then has all weights and gathers none.
     if device_memory is None or 2 * state_bytes < device_memory:
         return f"data={devices}"
     return f"fsdp={devices}"

@@ -1,4 +1,4 @@
-"""The processes of a run: how they join, agree and end. A single process pays nothing."""
+"""The processes of a run: they join, agree and end. A single process skips all of this."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,17 @@ from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.user_code import describe_error
 
 HEARTBEAT_SECONDS = 10
-"""JAX ends all processes when one has been silent this long."""
+"""The seconds of silence after which JAX ends all processes."""
 START_SECONDS = 50
-"""How long the processes wait for each other at the start."""
+"""The seconds that processes wait for each other at the start."""
 GRACE_SECONDS = 3
-"""How long process 0 stays after an error, since the end of its service aborts the others."""
+"""The seconds that process 0 stays after an error, since the end of its service aborts the
+others."""
 _BLOCK = 4096
-"""Bytes of text that processes exchange are padded to a multiple of it."""
+"""Texts that processes exchange are padded to a multiple of this number of bytes."""
 _EXPECTED = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, JaxRuntimeError)
 Leave = Callable[[str], NoReturn]
-"""Ends this process with a message, from any thread."""
+"""A function that ends this process with a message, from any thread."""
 
 
 @contextlib.contextmanager
@@ -44,8 +45,8 @@ def joined(
 ) -> Iterator[None]:
     """Join the processes of a run, before anything else has used JAX.
 
-    JAX finds what is None: on a TPU pod, under SLURM and Open MPI. An error ends this process with
-    `leave`, and with it the others.
+    JAX finds the values that are None: on a TPU pod, under SLURM and Open MPI. An error ends this
+    process with `leave`, and thereby the others.
     """
     _silence_gloo()
     _join(coordinator, processes, process, leave)
@@ -53,7 +54,8 @@ def joined(
         yield
     except (Exception, KeyboardInterrupt) as error:
         message = _last_words(error)
-        if process_index() == 0:  # JAX's service is in it: the others are to say their own words
+        # JAX's service is in it, so the others get time for their own messages
+        if process_index() == 0:
             time.sleep(GRACE_SECONDS)
         leave(message)
     finally:
@@ -65,18 +67,19 @@ def _join(
 ) -> None:
     """Wait for the other processes, and start JAX's service with them.
 
-    Raises ValueError for what can be said before JAX is asked.
+    Raises ValueError for errors that are known before JAX is asked.
     """
-    # JAX would wait for far longer and then abort, which Python can't catch: so a thread ends the
-    # process before
+    # JAX would wait far longer and then abort, which Python can't catch, so a thread ends the
+    # process earlier.
     timer = threading.Timer(START_SECONDS, leave, [_not_joined("some were not started")])
-    timer.daemon = True  # an error in here must not wait for it
-    bind_address = None  # a launcher's coordinator knows its own
+    timer.daemon = True  # an error in this block must not wait for it
+    bind_address = None  # a launcher's coordinator knows its own address
     try:
         if coordinator is not None and processes is not None and process is not None:
             bind_address = _meet(coordinator, processes, process)
         timer.start()
-        jax.config.update("jax_enable_preemption_service", False)  # or it takes SIGTERM
+        # otherwise the service handles SIGTERM
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             coordinator,
             processes,
@@ -117,7 +120,7 @@ def _require_equal_devices() -> None:
 
 
 def _last_words(error: BaseException) -> str:
-    """What an error says; where it is a bug of ours, its traceback is printed before."""
+    """Return an error's message; for an error inside jgpt, print its traceback, too."""
     custom = describe_error(error)
     if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
         traceback.print_exc()
@@ -125,7 +128,7 @@ def _last_words(error: BaseException) -> str:
     if not isinstance(message, Message):
         message = " ".join(message.split())[:1000]
     message = message or repr(error)
-    # gloo's connections break when a process ends, so that its message is not the reason
+    # Gloo's connections break when a process ends, so its message is not the cause.
     if "Gloo" in message:
         return Message(
             "another process has ended: see its messages; ",
@@ -136,13 +139,13 @@ def _last_words(error: BaseException) -> str:
 
 
 def _meet(coordinator: str, processes: int, process: int) -> str:
-    """Wait for all processes at the coordinator's address. Returns the address to bind.
+    """Wait for all processes at the coordinator's address; return the address to bind.
 
     JAX's service aborts a run if a second process registers with the same number, even by mistake
-    for another run. So they only register when all of them are there. What JAX 0.10 does
-    without this was tried: a process that is missing, or a wrong address, ends each of the others
-    by SIGABRT with a C++ stack trace, in which neither the address nor the process is named; a
-    second process 1 so ends a run that has been training for hours.
+    for another run. So processes register only when all are there. Without this, JAX 0.10 behaves
+    as follows: if a process is missing or has a wrong address, each of the others ends by SIGABRT
+    with a C++ stack trace that names neither the address nor the process; and a second process 1
+    ends a run that has been training for hours.
     """
     if process == 0:
         coordinator = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
@@ -150,7 +153,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
     if not 0 <= process < processes:
         raise ValueError(f"there is no process {process} of {processes}, which count from 0")
     try:
-        # an address of the kind that this machine has: IPv6 may be compiled in and switched off
+        # An address of a kind that this machine has: IPv6 may be compiled in and switched off.
         addresses = socket.getaddrinfo(host, port, flags=socket.AI_ADDRCONFIG)
         family, *_, address = addresses[0]
         if process == 0:
@@ -161,7 +164,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise ValueError(f"{coordinator}: {reason}") from None
-    # the number and not the name, so that JAX listens where process 0 did, and nowhere else
+    # The number instead of the name, so that JAX listens only where process 0 did.
     number = str(address[0])
     if ":" in number:
         return f"[{number}]:{port}"
@@ -169,7 +172,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
 
 
 def _parse_address(address: str) -> tuple[str, int]:
-    """The host and the port in HOST:PORT or [HOST]:PORT."""
+    """Return the host and the port in HOST:PORT or [HOST]:PORT."""
     found = re.fullmatch(r"\[?([^]]+)]?:([0-9]+)", address)
     if found:
         host = found[1]
@@ -180,11 +183,11 @@ def _parse_address(address: str) -> tuple[str, int]:
 
 
 async def _wait_for_others(server: socket.socket, processes: int) -> None:
-    """Process 0: tell the others to go on when all are there, and why one can't."""
+    """In process 0, tell the others to continue when all are there, or why one can't."""
     connections: dict[int, asyncio.StreamWriter] = {}
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # another program may say anything, or nothing until the end
+        # Another program may send anything, or nothing until the end.
         ignored = contextlib.suppress(OSError, ValueError, asyncio.CancelledError)
         with contextlib.closing(writer), ignored:
             words = (await reader.readline()).split()
@@ -199,30 +202,30 @@ async def _wait_for_others(server: socket.socket, processes: int) -> None:
                 try:
                     while await reader.read(_BLOCK):
                         pass
-                finally:  # it has gone, or was reset
+                finally:  # the other process has ended, or reset the connection
                     del connections[process]
 
     await asyncio.start_server(greet, sock=server)
     previous_connections = None
     try:
         async with asyncio.timeout(START_SECONDS):
-            # the same ones twice: one of them may have gone, which is read a moment later
+            # The same connections twice: if one of them has closed, that is read a moment later.
             while len(connections) < processes - 1 or connections != previous_connections:
                 previous_connections = dict(connections)
                 await asyncio.sleep(0.05)
     except TimeoutError:
         absent = sorted(set(range(1, processes)) - set(connections))
-        some = ", ".join(str(process) for process in absent[:8])  # of hundreds, one line
+        some = ", ".join(str(process) for process in absent[:8])  # if hundreds are absent, one line
         raise ValueError(f"not started: process {some}") from None
     for writer in connections.values():
         writer.write(b"jgpt: go")
 
 
 def _ask(host: str, port: int, who: str) -> None:
-    """Wait until process 0 says that all are there."""
+    """Wait until process 0 reports that all are there."""
     answer = b""
     deadline = time.monotonic() + START_SECONDS
-    # until process 0 listens, a connection is refused; it is closed if process 0 gives up
+    # Until process 0 listens, connections fail; it closes the connection if it gives up.
     while not answer:
         seconds_left = deadline - time.monotonic()
         if seconds_left < 0:
@@ -242,14 +245,14 @@ def _ask(host: str, port: int, who: str) -> None:
 
 
 def _silence_gloo() -> None:
-    """Discard what gloo writes to standard output, a line per connection.
+    """Discard gloo's output on standard output, one line for each connection.
 
-    Gloo is C++ and writes to descriptor 1; Python's standard output goes on to a copy of it.
+    Gloo is C++ and writes to descriptor 1; Python's standard output continues on a copy of it.
     """
     sys.stdout.flush()
     copy = os.dup(1)
     buffering = -1  # the default
-    if os.isatty(copy):  # a line at a time, as Python's own on a terminal
+    if os.isatty(copy):  # line by line, like Python's own on a terminal
         buffering = 1
     sys.stdout = open(  # noqa: SIM115
         copy,
@@ -263,13 +266,13 @@ def _silence_gloo() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """All processes' values, in order. All call this at the same point."""
+    """Return all processes' values, in order. All processes call this at the same point."""
     if process_count() == 1:
         return [value]
-    # as JSON in an array of bytes: JAX exchanges arrays alone, and nothing received is executed
+    # JSON in an array of bytes: JAX exchanges only arrays, and nothing received is executed.
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = process_allgather(np.int32(text.size))
-    # all send arrays of one size, and few sizes are few compilations
+    # All send arrays of one size, and few different sizes keep compilations few.
     padded_size = math.ceil(sizes.max() / _BLOCK) * _BLOCK
     rows = process_allgather(np.pad(text, (0, padded_size - text.size)))
     values = []
@@ -280,18 +283,18 @@ def gather(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def raise_in_all_processes() -> Iterator[None]:
-    """Run a block in all processes; an error of one is raised in all."""
+    """Run a block in all processes; an error in one is raised in all."""
     failure = None
     try:
         yield
     except (ValueError, OSError, ModuleNotFoundError) as error:
         failure = error
-    # those without an error take part too, or the others would wait for ever
+    # Processes without an error take part, too, or the others would wait for ever.
     message = None
     if failure is not None:
         message = str(failure)
     failures = gather(message)
-    if failure is not None:  # of the class that callers know
+    if failure is not None:  # of a class that callers handle
         raise failure
     for index, message in enumerate(failures):
         if message is not None:
@@ -303,7 +306,7 @@ def require_same(facts: dict[str, Any]) -> None:
     first, *others = gather(facts)
     for index, other in enumerate(others, 1):
         differences = []
-        for name in first | other:  # one process alone may have a custom model and its fields
+        for name in first | other:  # only one process may have a custom model and its fields
             value = other.get(name)
             expected = first.get(name)
             if value != expected:
@@ -320,16 +323,17 @@ def require_same(facts: dict[str, Any]) -> None:
 
 
 class Vote:
-    """Whether any process wants something. All ask at the same points.
+    """Whether any process wants something. All processes vote at the same points.
 
-    The result is one call late, so no process waits for the device.
+    Votes are read one call late, so that no process waits for the device.
     """
 
     def __init__(self) -> None:
         self._pending: jax.Array | None = None
 
     def __call__(self, wanted: bool) -> bool:
-        """Whether any process wanted it at the call before; a single process learns at once."""
+        """Vote; return whether any process wanted it at the call before. A single process has no
+        delay."""
         if process_count() == 1:
             return wanted
         mesh = jax.sharding.get_mesh()
@@ -339,7 +343,7 @@ class Vote:
         own_votes = np.full(own_devices, wanted, np.int32)
         votes = jax.make_array_from_process_local_data(one_for_each_device, own_votes)
         votes_before = self._pending
-        # dispatched, and read at the next call, when it has long been computed
+        # Dispatched now and read at the next call, when it has long been computed.
         self._pending = jax.jit(jnp.max, out_shardings=replicated)(votes)
         if votes_before is None:  # the first call
             return False

@@ -1,4 +1,4 @@
-"""The device mesh, and the mesh axes that each dimension name is sharded over."""
+"""The mesh axes that each dimension name is sharded over."""
 
 import functools
 import math
@@ -21,43 +21,43 @@ RULES: dict[str, tuple[str, ...]] = {
     "num_kv_heads": ("tensor",),
     "vocab_size": ("tensor",),
 }
-"""Mesh axes per dimension name; unlisted dimensions are replicated."""
+"""The mesh axes of each dimension name; unlisted dimensions are replicated."""
 Dimension = str | tuple[str, int] | None
-"""A dimension name, with its shardable units when these are not single elements (heads)."""
+"""A dimension name, with the number of shardable units if these are not single elements (heads)."""
 Dimensions = tuple[Dimension, ...]
 
 
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes of a dimension, without those of size 1."""
+    """Return the mesh axes of a dimension, without axes of size 1."""
     name, _ = _name_and_units(dimension)
     axes = RULES.get(name or "", ())
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
 def _name_and_units(dimension: Dimension) -> tuple[str | None, int | None]:
-    """The name, and the number of shardable units if these are not single elements."""
+    """Return the name, and the number of shardable units if these are not single elements."""
     if isinstance(dimension, tuple):
         return dimension
     return dimension, None
 
 
 def shards_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> int:
-    """The number of shards of a dimension."""
+    """Return the number of shards of a dimension."""
     return _product_of_sizes(axes_of(dimension, mesh), mesh)
 
 
 def _product_of_sizes(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices along some axes of a mesh."""
+    """Return the number of devices along some axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def spec_of(
     dimensions: Dimensions, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, exclude: str = ""
 ) -> PartitionSpec:
-    """The spec of an array by the rules, without the axis to `exclude`.
+    """Return the spec of an array by the rules, without the axis to `exclude`.
 
     A dimension that the axes don't divide evenly is replicated. So is a vector over fsdp, which
-    costs more to gather than to store.
+    takes more time to gather than it saves in memory.
     """
     parts: list[tuple[str, ...] | None] = []
     for dimension, size in zip(dimensions, shape, strict=True):
@@ -68,7 +68,7 @@ def spec_of(
         _, units = _name_and_units(dimension)
         if units is None:
             units = size
-        # by all axes of a dimension, or by none of them
+        # By all axes of a dimension, or by none of them.
         if axes and units % _product_of_sizes(axes, mesh) == 0:
             parts.append(axes)
         else:
@@ -77,7 +77,7 @@ def spec_of(
 
 
 def constrain(tree: Any, specs: Any) -> Any:
-    """The same arrays with other shardings."""
+    """Give arrays other shardings."""
     return lax.with_sharding_constraint(tree, specs)
 
 
@@ -101,23 +101,23 @@ def split_batch(x: Any, parts: int) -> Any:
     rows = x.shape[0] // parts
     x = x.reshape(parts, rows, *x.shape[1:])
     unsharded = [None] * (x.ndim - 2)
-    # the second axis, so that all devices take part in each of the parts
+    # As the second axis, so that all devices take part in each part.
     return shard_by_name(x, None, "batch", *unsharded)
 
 
 def parameter(value: Any, *dimensions: Dimension) -> nnx.Param:
-    """A parameter with named dimensions."""
+    """Make a parameter with named dimensions."""
     return nnx.Param(value, dimensions=dimensions)
 
 
 def dimensions_of(variable: nnx.Variable) -> Dimensions:
-    """The dimension names of a parameter."""
-    nameless = (None,) * len(variable.shape)  # a custom module's
+    """Return the dimension names of a parameter."""
+    nameless = (None,) * len(variable.shape)  # as in a custom module
     return variable.get_metadata().get("dimensions", nameless)
 
 
 def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """The spec of each parameter of a model, in the structure of the weights."""
+    """Return the spec of each parameter of a model, in the structure of the weights."""
 
     def spec(_: Any, variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
@@ -126,7 +126,7 @@ def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def stacked(layers: Sequence[Any], module: Any) -> Any:
-    """Stack the weights of modules like this one on a new first axis, which is not sharded."""
+    """Stack the weights of modules like `module` on a new first axis, which is not sharded."""
 
     def stack(*leaves: Any) -> Any:
         return jnp.stack(leaves)
@@ -142,20 +142,20 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
 
 
 def specs_like(tree: Any, weights: Any) -> Any:
-    """The specs of the arrays of a tree, from those of the weights.
+    """Return the specs of the arrays of a tree, from those of the weights.
 
-    An array whose path ends with a parameter's is sharded like it, as an optimizer's moments are;
-    any other is replicated.
+    An array whose path ends with a parameter's path is sharded like it, as the moments of an
+    optimizer are; any other array is replicated.
     """
     spec_by_path = dict(jax.tree_util.tree_leaves_with_path(weights))
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        # the longest end first: a moment's path is the optimizer's, then the parameter's
+        # The longest ending first: a moment's path is the optimizer's, then the parameter's.
         for start in range(len(path)):
             found = spec_by_path.get(path[start:])
             if found is None:
                 continue
-            # a statistic of a parameter, such as a factored moment, may have fewer dimensions
+            # A statistic of a parameter, such as a factored moment, may have fewer dimensions.
             if len(found) == len(leaf.shape):
                 return found
             return PartitionSpec()
@@ -165,7 +165,7 @@ def specs_like(tree: Any, weights: Any) -> Any:
 
 
 def without_trailing_none(spec: PartitionSpec) -> PartitionSpec:
-    """The shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
+    """Return the shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
     axes = list(spec)
     while axes and axes[-1] is None:
         axes.pop()
@@ -173,16 +173,16 @@ def without_trailing_none(spec: PartitionSpec) -> PartitionSpec:
 
 
 def shardings(specs: Any) -> Any:
-    """Specs as shardings over the devices of the mesh that is set, or on the default device."""
+    """Convert specs to shardings over the mesh that is set, or over the default device."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        default = jnp.zeros(()).sharding  # as `jax.default_device` has it
+        default = jnp.zeros(()).sharding  # respects `jax.default_device`
         return jax.tree.map(lambda _: default, specs)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
 def abstract_arrays(tree: Any, specs: Any) -> Any:
-    """The shapes, dtypes and shardings of a tree of arrays."""
+    """Return the shapes, dtypes and shardings of a tree of arrays."""
 
     def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

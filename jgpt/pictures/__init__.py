@@ -1,1 +1,1 @@
-"""Pictures of models and runs: plots, and pages to look inside."""
+"""Pictures of models and runs: plots, and pages that show a model's inside."""

@@ -1,4 +1,4 @@
-"""What can be drawn and changed of any model, found in the trace of its forward pass."""
+"""The parts of any model that can be drawn and changed, found in the trace of its forward pass."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from jgpt.shapes.contract import typed
 from jgpt.shapes.trace import ShapeTrace, trace_calls
 
 TRACED_TOKENS = 16
-"""The tokens of the trace in which the anatomy is found, or fewer if the block is smaller."""
+"""The number of tokens in the trace that the anatomy is found in; a smaller block has fewer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RecordedCall:
 
     @property
     def input(self) -> Any:
-        """The first argument that is an array of real numbers; None if there is none."""
+        """The first argument that is an array of real numbers, or None."""
         for value in self.arguments.values():
             if is_real(value):
                 return value
@@ -38,14 +38,15 @@ class RecordedCall:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is an array of real numbers, not of tokens or a mask."""
+    """Return whether a value is an array of real numbers rather than tokens or a mask."""
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def record_calls(
     model: Any, tokens: Any, edits: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
-    """The trace of a forward pass with edits, and its calls by the id of their traces, in order."""
+    """Trace a forward pass with edits; return the trace, and its calls by the id of their
+    traces."""
     calls: dict[int, RecordedCall] = {}
 
     def record(trace: ShapeTrace, call: TypedCall, result: Any) -> None:
@@ -54,7 +55,7 @@ def record_calls(
             module = call.arguments.get("self")
         calls[id(trace)] = RecordedCall(call.path, module, call.arguments, result)
 
-    # stands for the model's own call, which may not be typed
+    # This function stands for the model's own call, which may not be typed.
     @typed
     def __call__(
         tokens: Int[Array, "batch time"],
@@ -67,27 +68,29 @@ def record_calls(
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What can be drawn and changed of a model: paths, found in the trace of a forward pass."""
+    """The paths of the parts of a model that can be drawn and changed."""
 
     blocks: tuple[str, ...]
-    """Numbered modules that map a stream to another of its shape, in order."""
+    """Numbered modules that map a stream to another of the same shape, in order."""
     branches: tuple[tuple[str, ...], ...]
-    """Of each block, the modules whose results are added to the stream: no other call gets them."""
+    """For each block, the modules whose results are added to the stream, since no other call gets
+    them."""
     attention: tuple[str, ...]
-    """Modules that have their weights in a method `weights`."""
+    """Modules whose method `weights` returns attention weights."""
     head_outputs: tuple[str | None, ...]
-    """For each of these, the last result with an axis of heads, where one can be switched off."""
+    """For each of these, the last result with an axis of heads, at which a head can be switched
+    off."""
     heads: int
     window: int | None
     width: int
-    """Features of the stream that blocks map."""
+    """The number of features in the stream that blocks map."""
 
 
 def anatomy_of(model: Any) -> Anatomy:
-    """The anatomy of a model. Nothing is computed."""
+    """Find the anatomy of a model. Nothing is computed."""
     found: list[Anatomy] = []
 
-    # inside the trace, since the values of recorded calls mean nothing once it has ended
+    # Inside the trace, since recorded calls have no values after it has ended.
     def find(tokens: Any) -> None:
         _, calls = record_calls(model, tokens, {})
         found.append(_anatomy_in(list(calls.values())))
@@ -98,7 +101,7 @@ def anatomy_of(model: Any) -> Anatomy:
 
 
 def attention_weights_of(call: RecordedCall) -> Any:
-    """The attention weights of a module that was called: by head, or of the only one."""
+    """Return the attention weights of a called module, for each head or for the only one."""
     weights = call.module.weights(call.input)
     return weights.reshape(-1, *weights.shape[-2:])
 
@@ -133,14 +136,14 @@ def _anatomy_in(calls: list[RecordedCall]) -> Anatomy:
 
 
 def _attention(calls: list[RecordedCall]) -> tuple[list[RecordedCall], int]:
-    """The calls of modules with attention weights, and how many heads each of them has."""
+    """Return the calls of modules with attention weights, and the number of heads in each."""
     attention = []
     shapes = set()
     for call in calls:
         if hasattr(call.module, "weights") and call.input is not None:
             attention.append(call)
             shapes.add(attention_weights_of(call).shape)
-    # the page has one grid of layers and heads: maps of several shapes don't fit into it
+    # The page has one grid of layers and heads, which maps of different shapes don't fit.
     if len(shapes) != 1:
         return [], 0
     heads, _, _ = shapes.pop()
@@ -148,16 +151,17 @@ def _attention(calls: list[RecordedCall]) -> tuple[list[RecordedCall], int]:
 
 
 def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
-    """The paths of the blocks: modules of one list, which all keep the shape of their input."""
+    """Return the paths of the blocks: modules of one list, which all keep the shape of their
+    input."""
     candidates: dict[str, list[str]] = {}
     for call in calls:
         numbered = re.fullmatch(r"(.*)\.(\d+)", call.path)
         if call.module is None or numbered is None or call.input is None:
             continue
-        # a result may also be a tuple, which has no shape
+        # A result may also be a tuple, which has no shape.
         if getattr(call.result, "shape", None) == call.input.shape:
             candidates.setdefault(numbered[1], []).append(call.path)
-    # the outermost list: a block may have numbered modules too
+    # The outermost list, since a block may have numbered modules, too.
     for name in sorted(candidates, key=lambda name: name.count(".")):
         paths = candidates[name]
         if paths == [f"{name}.{index}" for index in range(len(paths))]:
@@ -166,10 +170,10 @@ def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
 
 
 def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
-    """The modules of a block whose results are added to the stream.
+    """Return the modules of a block whose results are added to the stream.
 
-    An addition is no typed call, and is not in the trace. What is added is known by its absence:
-    no other call gets the result, and the block doesn't return it.
+    An addition is not a typed call, so it is not in the trace. A result counts as added if no other
+    call gets it and the block doesn't return it.
     """
     (block_call,) = (call for call in calls if call.path == block)
 
@@ -196,7 +200,7 @@ def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
 
 
 def _head_output(calls: list[RecordedCall], attention: str, heads: int) -> str | None:
-    """The path of the last function's result inside the attention that is (batch, head, ., .)."""
+    """Return the path of the last result (batch, head, ., .) of a function inside the attention."""
     path = None
     for call in calls:
         is_function = call.module is None and call.path.rpartition(".")[0] == attention

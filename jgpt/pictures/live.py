@@ -1,8 +1,8 @@
-"""The page of a run, live: served on the loopback interface, to this machine alone.
+"""The live page of a run, served on the loopback interface, to this machine alone.
 
-`python -m jgpt.pictures.live` serves it beside `jgpt train --live`, in a process of its own, which
-is told the run on its standard input. It reads the run's files without a lock, so training waits
-for no reader.
+`python -m jgpt.pictures.live` serves it beside `jgpt train --live`, in a separate process that
+receives the run on its standard input. It reads the run's files without a lock, so training never
+waits for a reader.
 """
 
 import json
@@ -36,21 +36,21 @@ from jgpt.runs.manifest import MANIFEST
 from jgpt.user_code import with_code
 
 MOST_POINTS = 400
-"""The limit of a loss curve: more steps are drawn as means."""
+"""The limit of points in a loss curve; if there are more steps, their means are drawn."""
 MOST_OPEN = 4
-"""How many checkpoints are kept in memory."""
+"""The number of checkpoints kept in memory; a page puts two of them side by side."""
 SAMPLE_TOKENS = 100
 MOST_BYTES = 1 << 20
-"""The limit of a request."""
+"""The limit of a request in bytes."""
 MOST_REQUESTS = 16
-"""Requests that are answered at once; more are refused."""
+"""The number of requests answered at once; further ones are rejected."""
 SECONDS = 10
-"""How long a request may take to arrive."""
+"""The seconds in which a request must arrive."""
 
 
 @dataclass(frozen=True)
 class SavedAt:
-    """Which checkpoint: a run that is overwritten has another one of the same step."""
+    """The identity of a checkpoint: an overwritten run has another one with the same step."""
 
     step: int
     nanoseconds: int
@@ -60,8 +60,8 @@ class SavedAt:
 class RunPage:
     """The data of a run's page: the progress of training, and forward passes of checkpoints.
 
-    The run's files are read when a page asks. `which` is the checkpoint that is shown first.
-    Raises ValueError or OSError for a run, a checkpoint or a prompt that can't be shown.
+    The run's files are read when a page asks. `which` is the checkpoint that is shown first. Raises
+    ValueError or OSError for a run, a checkpoint or a prompt that can't be shown.
     """
 
     def __init__(
@@ -79,17 +79,18 @@ class RunPage:
         tokenizer = self.run.tokenizer()
         if prompt is None:
             prompt = tokenizer.decode(default_prompt(tokenizer))
-        encode_text(tokenizer, prompt)  # raises for what can't be encoded
+        encode_text(tokenizer, prompt)  # raises for a prompt that can't be encoded
         self.prompt = prompt
         self._opened: dict[SavedAt, Look] = {}
         self._snapshots: dict[SavedAt, dict[str, Any]] = {}
-        # each request has a thread: one after another computes, or opens a checkpoint
+        # Each request has a thread, but only one at a time computes or opens a checkpoint.
         self._computing = threading.Lock()
         if self.run.checkpoint_steps():
             self._open(which)
 
     def look(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The numbers for a prompt and changes; with `other`, also those of that checkpoint."""
+        """Return the numbers for a prompt and changes; with `other`, also those of that
+        checkpoint."""
         other = asked.get("other")
         with self._computing:
             found = self._answer(asked.get("checkpoint"), asked)
@@ -99,7 +100,8 @@ class RunPage:
         return found
 
     def training(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The loss curve so far, and the checkpoints; nothing is read unless files have changed."""
+        """Return the loss curve so far and the checkpoints; files are read only if they have
+        changed."""
         run = RunDirectory.open(self.run.path)
         times = []
         for name in (METRICS, CHECKPOINTS):
@@ -130,7 +132,8 @@ class RunPage:
         }
 
     def snapshot(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """A sample of a checkpoint, and its attention over the prompt that the page began with."""
+        """Return a sample of a checkpoint, and its attention over the prompt that the page began
+        with."""
         with self._computing:
             saved_at, look = self._open(asked.get("checkpoint"))
             if saved_at not in self._snapshots:
@@ -142,21 +145,22 @@ class RunPage:
             return self._snapshots[saved_at]
 
     def warm_up(self) -> None:
-        """Load the programs of a page before there is a checkpoint, for a model of zeros.
+        """Load the programs of a page before there is a checkpoint, with a model of zeros.
 
-        Beside training, while that compiles on one core too.
+        This happens while training compiles, which uses one core, too.
         """
         config = with_code(self.run.config(), self._model, None)
         made = abstract_model(for_platform(config.model, current_platform()))
         graph, weights = nnx.split(made)
-        # arrays of a checkpoint are committed to a device, and so are these: JAX would compile a
-        # program anew for arrays that are not
+        # Arrays of a checkpoint are committed to a device, so these are, too: otherwise JAX would
+        # compile the program again.
         device = jax.devices()[0]
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=device), weights)
-        # what can't be shown is said when a page asks for it
+        # The page reports this error when it asks for the numbers.
         with self._computing, suppress(ValueError):
             look = Look(nnx.merge(graph, zeros), self.run.tokenizer(), self.name)
-            # no checkpoint was saved at 0: it is there to be reused by the first that is opened
+            # No checkpoint has the step 0 and time 0; the first checkpoint that is opened reuses
+            # this entry.
             self._opened.setdefault(SavedAt(0, 0), look)
             answer(look, {"prompt": self.prompt})
             _sample(look)
@@ -166,7 +170,8 @@ class RunPage:
         return answer(look, asked) | {"checkpoint": saved_at.step}
 
     def _open(self, which: Any) -> tuple[SavedAt, Look]:
-        """A checkpoint, and the numbers of its page; None is the one that is shown first."""
+        """Open a checkpoint and compute the numbers of its page; None is the checkpoint shown
+        first."""
         if which is None:
             which = self.which
         run = RunDirectory.open(self.run.path)
@@ -186,7 +191,7 @@ class RunPage:
 
 
 def _means(points: list[list[Any]], count: int) -> list[list[Any]]:
-    """A curve with one point for every `count`: their mean step and their mean loss."""
+    """Shorten a curve to one point for every `count`, with their mean step and mean loss."""
     means = []
     for first in range(0, len(points), count):
         means.append(np.mean(points[first : first + count], axis=0).tolist())
@@ -201,8 +206,8 @@ def _sample(look: Look) -> str:
 def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
     """Serve a page; yield its address, with a secret, and the server.
 
-    Only requests with the secret, to this host and from this page are answered, and nothing but the
-    page and its numbers.
+    The server answers only requests with the secret, to this host and from this page, and sends
+    only the page and its numbers.
     """
     secret = secrets.token_urlsafe(16)
     with _Server(run, secret) as server:
@@ -210,7 +215,7 @@ def serving(run: RunPage) -> Iterator[tuple[str, ThreadingHTTPServer]]:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers requests in threads, up to a number; it closes further connections."""
+    """A server that answers requests in threads, up to a limit; it closes further connections."""
 
     request_queue_size = 128
 
@@ -219,7 +224,7 @@ class _Server(ThreadingHTTPServer):
         self.page = {"name": run.name, "live": True, "text": run.prompt, "checkpoint": run.which}
         self.answers = {"look": run.look, "training": run.training, "checkpoint": run.snapshot}
         self._room = threading.Semaphore(MOST_REQUESTS)
-        super().__init__(("127.0.0.1", 0), _Handler)  # any port that is free
+        super().__init__(("127.0.0.1", 0), _Handler)  # any free port
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a request, if there is room."""
@@ -240,13 +245,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers a request of the page."""
+    """A handler for one request of the page."""
 
     server_version = "jgpt"
-    sys_version = ""  # a stranger need not know it
+    sys_version = ""  # strangers need not know it
 
     def setup(self) -> None:
-        """Limit the time in which a request must arrive: a silent connection holds a thread."""
+        """Limit the time in which a request must arrive, since a silent connection occupies a
+        thread."""
         super().setup()
         self.connection.settimeout(SECONDS)
 
@@ -265,20 +271,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the numbers that the page asks for."""
         name = self.path.rpartition("/")[2]
         if name not in self._server.answers:
-            name = "look"  # any name will do to be refused, since the path must be that of one
+            name = "look"  # any name is rejected here, since the path must be a known one
         if not self._allowed(f"/{self._server.secret}/{name}"):
             return
         size = self.headers.get("Content-Length", "")
         if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
             self._refuse(415, "send JSON, with its length")
             return
-        # by its digits first: int() raises for thousands of them
+        # The number of digits is checked first, since int() raises for thousands of them.
         if len(size) > 9 or int(size) > MOST_BYTES:
             self._refuse(413, f"a request has at most {MOST_BYTES} bytes")
             return
         try:
             request = json.loads(self.rfile.read(int(size)))
-        except (ValueError, RecursionError):  # the latter for lists in lists in lists
+        except (ValueError, RecursionError):  # RecursionError is for deeply nested lists
             self._refuse(400, "that is not JSON")
             return
         try:
@@ -290,27 +296,29 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(answered, allow_nan=False))
 
     def _allowed(self, path: str) -> bool:
-        """Whether a request is for this path, from this page; if not, it is answered."""
+        """Return whether a request is for this path and from this page; if not, answer it with an
+        error."""
         port = self._server.server_port
         own_hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         hosts = set(self.headers.get_all("Host", [""]))
         origin = self.headers.get("Origin")
-        # a host name of strangers that resolves to this machine (DNS rebinding)
+        # A stranger's host name that resolves to this machine (DNS rebinding).
         if not hosts <= own_hosts:
             self._refuse(403, "this server answers to its own address alone")
             return False
-        # another page that is open in the same browser
+        # Another page that is open in the same browser.
         if origin is not None and origin.removeprefix("http://") not in own_hosts:
             self._refuse(403, "this server answers its own page alone")
             return False
-        # another program or user of this machine; in constant time, since it has a secret
+        # Another program or user of this machine. The comparison takes constant time, since the
+        # path has a secret.
         if not secrets.compare_digest(self.path.encode(), path.encode()):
             self._refuse(404, "there is nothing here: open the address that was printed")
             return False
         return True
 
     def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
-        """Refuse what is no request in one line, where the library would send a page."""
+        """Reject an invalid request in one line, where the library would send a page."""
         self._refuse(code, message or "that is no request for this page")
 
     def _refuse(self, status: int, reason: str) -> None:
@@ -323,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Type": kind,
             "Content-Length": len(data),
             "Cache-Control": "no-store",
-            # the address has the secret: no other page learns it, reads an answer or frames it
+            # The address has the secret, so no other page may see it, read an answer or frame it.
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
@@ -339,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answer(look: Look, asked: Any) -> dict[str, Any]:
-    """The numbers that a page asks for. Raises ValueError for what is no request."""
+    """Return the numbers that a page asks for. Raises ValueError for an invalid request."""
     match asked:
         case {"prompt": str(prompt)}:
             tokens = encode_text(look.tokenizer, prompt)
@@ -351,7 +359,8 @@ def answer(look: Look, asked: Any) -> dict[str, Any]:
 
 
 def _changes(anatomy: Anatomy, asked: Mapping[str, Any], time: int) -> Changes:
-    """The changes that a request asks for. Raises ValueError for what this model doesn't have."""
+    """Return the changes in a request. Raises ValueError for changes that this model doesn't
+    have."""
     heads = {}
     for layer, path in enumerate(anatomy.head_outputs):
         if path is None:
@@ -370,7 +379,7 @@ def _changes(anatomy: Anatomy, asked: Mapping[str, Any], time: int) -> Changes:
 
 
 def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dict[Any, float]:
-    """The factors of a request, by place, without those of 1, which change nothing."""
+    """Return the factors in a request, by place, without those of 1, which change nothing."""
     requested = asked.get(name, {})
     if not isinstance(requested, Mapping):
         raise ValueError(f"{name} must be an object of factors")
@@ -378,7 +387,7 @@ def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dic
     for place, factor in requested.items():
         if place not in places:
             raise ValueError(f"{name} has no {place!r}")
-        # true is an int to isinstance
+        # isinstance counts true as an int.
         if type(factor) not in (int, float) or not 0 <= factor <= 4:
             raise ValueError(f"{name} {place}: {factor!r} must be a factor from 0 to 4")
         if factor != 1:
@@ -387,7 +396,7 @@ def _factors(asked: Mapping[str, Any], name: str, places: dict[str, Any]) -> dic
 
 
 def _patch(requested: Any, blocks: int, time: int) -> tuple[int, int, str] | None:
-    """The layer, the position and the other prompt of a patch."""
+    """Return the layer, the position and the other prompt of a patch."""
     match requested:
         case None:
             return None
@@ -406,7 +415,7 @@ def main() -> None:
     enable_compilation_cache()
     line = sys.stdin.readline()
     if not line:
-        return  # nothing is trained
+        return  # there is no training
     directory, prompt, model = json.loads(line)
     page = RunPage(directory, prompt, which="last", model=model)
     with serving(page) as (address, server):

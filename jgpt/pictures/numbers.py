@@ -30,20 +30,20 @@ from jgpt.shapes.trace import Shape, ShapeTrace
 from jgpt.words import counted
 
 MOST_WEIGHTS = 4_000_000
-"""The limit of a page, in attention weights."""
+"""The limit of attention weights on a page, which keeps a page below six megabytes."""
 MOST_FINE_WEIGHTS = 1_000_000
-"""The limit of attention weights, and of entries of the forward pass, that take two bytes."""
+"""The limit of attention weights, and of entries of the forward pass, that take two bytes each."""
 MOST_CANDIDATES = 256
-"""The candidates for the last token: what temperature, top-k, top-p and min-p choose from."""
+"""The number of candidates for the last token, from which the sampling parameters choose."""
 CANDIDATES = 10
-"""The candidates at every other position."""
+"""The number of candidates at every other position."""
 SHORTEST = 16
-"""Tokens of the shortest program; longer ones have powers of two."""
+"""The number of tokens in the shortest program; longer ones have powers of two."""
 
 
 @typed
 def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
-    """The tokens of a prompt. Raises ValueError for an empty one."""
+    """Encode a prompt. Raises ValueError for an empty one."""
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
@@ -52,28 +52,28 @@ def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is changed inside a forward pass.
+    """The changes inside a forward pass.
 
-    Heads and blocks are multiplied by a factor: 0 switches them off. A patch replaces the output
-    of a block at a position by that of the same position in another prompt.
+    Heads and blocks are multiplied by a factor; 0 switches them off. A patch replaces the output of
+    a block at a position by that of the same position in another prompt.
     """
 
     heads: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """By layer and head."""
+    """Factors by layer and head."""
     blocks: Mapping[int, float] = field(default_factory=dict)
-    """By layer: a factor for what the block adds to the residual stream."""
+    """Factors by layer, for the part that the block adds to the residual stream."""
     patch: tuple[int, int, str] | None = None
     """A layer, a position and the other prompt."""
 
     def as_code(self, anatomy: Anatomy, prompt: str) -> str:
-        """Python that computes the changed logits with `jgpt.edit`."""
+        """Return Python code that computes the changed logits with `jgpt.edit`."""
         if self == Changes():
             return "logits = model(tokens)"
         lines = [f"tokens = jnp.asarray(tokenizer.encode({prompt!r}))[None]"]
         edits: dict[str | None, str] = {}
         for (layer, head), factor in sorted(self.heads.items()):
             path = anatomy.head_outputs[layer]
-            # heads of one layer are changed in one expression
+            # The heads of one layer are changed in one expression.
             expression = edits.get(path, "x")
             edits[path] = f"{expression}.at[:, {head}].multiply({factor:g})"
         for layer, factor in sorted(self.blocks.items()):
@@ -95,7 +95,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class TracedArray:
-    """An array of a forward pass: where it first appears, its shape and its value in the trace."""
+    """An array of a forward pass: its first place, its shape and its value in the trace."""
 
     name: str
     path: str
@@ -105,16 +105,16 @@ class TracedArray:
 
 @dataclass(frozen=True)
 class ArrayRow:
-    """What the page says about an array, and which of its axes grow with the tokens."""
+    """The description of an array on the page, with the axes that grow with the tokens."""
 
     text: dict[str, Any]
     token_axes: tuple[int, ...]
 
 
 class Look:
-    """Computes the numbers of a page, for one text after another.
+    """The numbers of a page, computed for one text after another.
 
-    Reuses the compiled programs of `like`, the same model with other weights.
+    It reuses the compiled programs of `like`, which is the same model with other weights.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Look:
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()
     ) -> dict[str, Any]:
-        """The numbers for tokens; the first `prompt` of them are the prompt.
+        """Compute the numbers for tokens, of which the first `prompt` are the prompt.
 
         Raises ValueError for too many tokens, and for a patch from a prompt of another length.
         """
@@ -163,11 +163,11 @@ class Look:
         return self._page_data(tokens, prompt, outputs, unchanged)
 
     def most_tokens(self) -> int:
-        """How many tokens a page of this model holds, as far as attention weights limit it."""
+        """Return the most tokens on a page of this model, as limited by its attention weights."""
         maps = len(self.anatomy.attention) * self.anatomy.heads
         if maps == 0:
             return self.model.block_size
-        # a causal map of n tokens is a triangle of about n**2 / 2 weights
+        # A causal map of n tokens is a triangle of about n**2 / 2 weights.
         return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // maps))
 
     # --- the program ------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ class Look:
     def _run(
         self, tokens: list[int], changes: Changes, other_streams: Any = None
     ) -> dict[str, Any]:
-        """The outputs of the program for tokens, padded at the end to the program's length.
+        """Run the program for tokens, which are padded at the end to the program's length.
 
-        Causal attention doesn't look there: the outputs for the tokens don't depend on it.
+        Causal attention ignores the padding, so the outputs for the tokens don't depend on it.
         """
         time = len(tokens)
         self._require_room(time)
@@ -208,7 +208,7 @@ class Look:
             raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
 
     def _neutral_inputs(self, length: int) -> dict[str, Any]:
-        """The inputs of the program for so many tokens: nothing is changed.
+        """Return the inputs of the program for `length` tokens, with no changes.
 
         Every change is a number in an array, so that one program computes all of them.
         """
@@ -224,7 +224,7 @@ class Look:
     def _record(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[ShapeTrace, dict[int, RecordedCall]]:
-        """The calls of a forward pass with the changes that the inputs say."""
+        """Record the calls of a forward pass with the changes in the inputs."""
 
         def scale(factor: Any, x: Any) -> Any:
             return (x * factor).astype(x.dtype)
@@ -246,7 +246,8 @@ class Look:
         return record_calls(model, inputs["tokens"], edits)
 
     def _forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The program: everything that a page draws, from one forward pass."""
+        """Compute everything that a page draws, from one forward pass; this is the compiled
+        program."""
         model = nnx.merge(self._graph, weights)
         tokens = inputs["tokens"]
         trace, calls = self._record(model, inputs)
@@ -283,10 +284,10 @@ class Look:
         }
 
     def _logit_lens(self, model: Any, tokens: Any, blocks: list[RecordedCall]) -> Any:
-        """The logits that the model makes of the stream before each block and after the last.
+        """Compute the logits from the stream before each block and after the last.
 
-        The logit lens (nostalgebraist 2020, "interpreting GPT"): the stream is read without the
-        blocks that follow. The model itself does that, with its last block's result replaced, so
+        This is the logit lens (nostalgebraist 2020, "interpreting GPT"): the stream is read without
+        the blocks that follow. The model itself reads it, with its last block's result replaced, so
         that a custom model needs no head of a known name.
         """
         last_block = self.anatomy.blocks[-1]
@@ -304,9 +305,9 @@ class Look:
     def _attention(
         self, modules: dict[str, RecordedCall]
     ) -> tuple[list[Any], list[tuple[Any, Any, Any]]]:
-        """The attention weights of each layer, and their factors: query, key and scale.
+        """Return the attention weights of each layer, and their factors: query, key and scale.
 
-        There are no factors if a layer doesn't call `attention_weights`, as a custom model may not.
+        There are no factors if a layer doesn't call `attention_weights`, as in some custom models.
         """
         products: list[tuple[Any, Any, Any]] = []
 
@@ -331,10 +332,10 @@ class Look:
         return attention, products
 
     def _rows_of(self, length: int) -> list[ArrayRow]:
-        """What the page says about the arrays of a forward pass over so many tokens.
+        """Describe the arrays of a forward pass over `length` tokens.
 
-        An axis of that length may have it by chance, as an embedding of 16 features beside 16
-        tokens. An axis grows with the tokens if another number of them gives it another size.
+        An axis may have that length by chance, such as 16 features beside 16 tokens. It grows with
+        the tokens if it has another size for another number of tokens.
         """
         other_length = length - 1 if length > 1 else 2
         arrays = self._trace_arrays(length)
@@ -350,7 +351,7 @@ class Look:
                 if is_comparable:
                     _, other_size = other_arrays[index].shape.dimensions[axis]
                     grows = size != other_size
-                else:  # the model makes other calls for another length: its size alone must do
+                else:  # the model makes other calls for another length, so only the size can tell
                     grows = size == length
                 if grows:
                     token_axes.append(axis)
@@ -360,7 +361,7 @@ class Look:
         return rows
 
     def _trace_arrays(self, length: int) -> list[TracedArray]:
-        """The arrays of a forward pass over so many tokens. Nothing is computed."""
+        """Return the arrays of a forward pass over `length` tokens. Nothing is computed."""
         arrays: list[TracedArray] = []
 
         def trace(inputs: Any) -> None:
@@ -378,13 +379,13 @@ class Look:
         outputs: dict[str, Any],
         unchanged: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """What the page draws, as plain data, without the padding of the outputs."""
+        """Return the page's content as plain data, without the padding of the outputs."""
         anatomy = self.anatomy
         outputs = jax.device_get(outputs)
         time = len(tokens)
         last_candidates = outputs["candidates"][-1, time - 1].tolist()
         last_log_probabilities = _rounded(outputs["log_probabilities"][-1, time - 1])
-        # a single token is the last one, which has them all
+        # A single token is the last one, which has all candidates.
         count = CANDIDATES if time > 1 else MOST_CANDIDATES
         candidates = outputs["candidates"][:, :time, :count]
         data = {
@@ -413,7 +414,7 @@ class Look:
             data["before"] = _unchanged_data(unchanged, time)
 
         arrays = self._page_arrays(outputs, time)
-        # from layers of tuples to a stack of each: query, key, scale
+        # From tuples for each layer to stacks over layers: query, key, scale.
         products = [np.stack(factor) for factor in zip(*outputs["products"], strict=True)]
         entries = sum(array.size for _, array in arrays) + sum(factor.size for factor in products)
         fits = entries <= MOST_FINE_WEIGHTS
@@ -424,7 +425,7 @@ class Look:
                 "query": quantise_for_page(query[:, :, :time]),
                 "key": quantise_for_page(key[:, :, :time]),
             }
-        # too many values: the page still says which arrays there are, and how large
+        # There are too many values, but the page still lists the arrays and their sizes.
         data["arrays"] = []
         for text, array in arrays:
             values = quantise_for_page(array) if fits else None
@@ -438,7 +439,7 @@ class Look:
         return texts
 
     def _page_arrays(self, outputs: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
-        """The arrays that grow with the tokens, each once, by token: parameters are not shown."""
+        """Return each array that grows with the tokens once, by token; parameters are not shown."""
         shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
         rows = self._rows(outputs["candidates"].shape[1])
         for row, array in zip(rows, outputs["arrays"], strict=True):
@@ -448,14 +449,14 @@ class Look:
             for axis in row.token_axes:
                 without_padding[axis] = slice(time)
             values = np.asarray(array, np.float32)[tuple(without_padding)]
-            # What a module returns as it got it is shown as the module's, the outermost one's.
-            # Such arrays are compared by their values: an edit makes a new array of the same.
+            # An array that a module returns unchanged is shown as the result of the outermost such
+            # module. Arrays are compared by their values, since an edit makes an equal new array.
             identity = (values.shape, values.tobytes())
             if identity in shown:
                 shown_text, _ = shown[identity]
                 if shown_text["path"].count(".") <= row.text["path"].count("."):
                     continue
-                del shown[identity]  # to be where the outermost module is in the order
+                del shown[identity]  # to get the outermost module's place in the order
             text = row.text | {"sizes": values.shape}
             shown[identity] = (text, np.moveaxis(values, row.token_axes[0], 0))
         return list(shown.values())
@@ -465,7 +466,7 @@ class Look:
 
 
 def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[TracedArray]:
-    """The arrays of a trace, each where it first appears; the logits are the last."""
+    """Return the arrays of a trace, each at its first place; the logits are the last."""
     arrays: list[TracedArray] = []
     seen: set[int] = set()
 
@@ -482,7 +483,7 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
             value = call.arguments.get(argument)
             if is_new(shapes, value):
                 arrays.append(TracedArray(f"{name}({argument})", traced.path, shapes[0], value))
-        # asked before the calls inside, of which one may return the same array
+        # Checked before the calls inside, one of which may return the same array.
         has_new_result = is_new(traced.results, call.result)
         for inner in traced.calls:
             walk(inner)
@@ -498,7 +499,7 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
 
 
 def _short_name(path: str) -> str:
-    """The last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
+    """Return the last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
     last_dot = path.rstrip(".0123456789").rfind(".")
     return path[last_dot + 1 :]
 
@@ -507,14 +508,14 @@ def _short_name(path: str) -> str:
 
 
 def _attention_data(attention: list[Any], time: int) -> dict[str, Any]:
-    """The attention weights up to the diagonal, row by row: those above it are 0."""
+    """Return the attention weights up to the diagonal, row by row; those above it are 0."""
     rows, columns = np.tril_indices(time)
     weights = np.stack(attention)[..., rows, columns].astype(np.float32)
     return quantise_for_page(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
 
 
 def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
-    """The predictions of the model without changes, to be drawn beside those with them."""
+    """Return the predictions of the unchanged model, to be drawn beside the changed ones."""
     log_probabilities = np.asarray(outputs["log_probabilities"])[-1, :time]
     next_log_probabilities = np.asarray(outputs["next_log_probabilities"])[-1, : time - 1]
     candidates = np.asarray(outputs["candidates"])[-1, :time]
@@ -526,19 +527,19 @@ def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
 
 
 def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
-    """An array in two bytes an entry, or one, evenly between its least and its largest value."""
+    """Quantise an array to one or two bytes per entry, evenly between its minimum and maximum."""
     dtype = "<u2" if fine else "u1"
     low = float(array.min())
     high = float(array.max())
     if not np.isfinite([low, high]).all():
         raise ValueError("the forward pass is not finite: the model has diverged")
     most = np.iinfo(dtype).max
-    extent = (high - low) or 1.0  # an array of equal values has no extent to divide by
+    extent = (high - low) or 1.0  # if all values are equal, the extent is 0
     steps = np.round((array - low) * (most / extent)).astype(dtype)
     data = base64.b64encode(steps.tobytes()).decode()
     return {"shape": array.shape, "low": low, "high": high, "bytes": steps.itemsize, "data": data}
 
 
 def _rounded(array: Any) -> list[Any]:
-    # float32 has about seven digits: more decimals would only make the page larger
+    # float32 has about seven digits; more decimals would only make the page larger.
     return np.asarray(array, float).round(7).tolist()

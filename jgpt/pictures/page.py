@@ -18,17 +18,17 @@ from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 NEW_TOKENS = 48
-"""How many tokens a page samples unless told, if they fit."""
+"""The default number of tokens that a page samples, if they fit."""
 
 
 def look_page(
     model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None, name: str
 ) -> str:
-    """An HTML page of the forward pass over a prompt and what the model samples after it.
+    """Return an HTML page of the forward pass over a prompt and its sampled continuation.
 
-    Sampling is deterministic and stops at `block_size`; None samples up to `NEW_TOKENS` that a page
-    has room for. Raises ValueError as `encode_text`, and for more tokens than the block or a page
-    holds.
+    Sampling is deterministic and stops at `block_size`. If `max_new_tokens` is None, it is
+    `NEW_TOKENS`, or fewer if the page has no room. Raises the errors of `encode_text`, and
+    ValueError for more tokens than the block or a page holds.
     """
     prompt_tokens = encode_text(tokenizer, prompt)
     look = Look(model, tokenizer, name)
@@ -38,7 +38,7 @@ def look_page(
     if max_new_tokens < 0:
         raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
     tokens = jnp.asarray(prompt_tokens)[None]
-    # past the block, the first tokens would leave the context, and the page shows one context
+    # Past the block, the first tokens would leave the context, and the page shows one context.
     count = max(0, min(max_new_tokens, model.block_size - len(prompt_tokens)))
     if count > 0:
         tokens = generate(model, tokens, count, key=jax.random.key(1337))
@@ -47,22 +47,22 @@ def look_page(
 
 
 def page_of(data: dict[str, Any], *, live: bool = False) -> str:
-    """The page of some data; a live one may ask its server, any other no host at all."""
+    """Return the page for some data; only a live page may send requests, and only to its server."""
     folder = Path(__file__).with_name("page")
     scripts = []
-    for path in sorted(folder.glob("*.js")):  # by the numbers that their names begin with
+    for path in sorted(folder.glob("*.js")):  # in the order of the numbers in their names
         scripts.append(path.read_text(encoding="utf-8"))
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         "style": (folder / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join(scripts),
-        # nothing in a text may end the script element that holds it
+        # No text may end the script element that contains it.
         "data": numbers.replace("<", "\\u003c"),
     }
     page = (folder / "page.html").read_text(encoding="utf-8")
     if live:
         page = page.replace("connect-src 'none'", "connect-src 'self'")
-    # in one pass: a prompt may contain the name of a part, and is not a template
+    # In one pass, since a prompt may contain the name of a part and is not a template.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 
@@ -73,7 +73,7 @@ class Page:
     html: str
 
     def _repr_html_(self) -> str:
-        # a frame of its own: neither its styles nor its scripts reach the notebook
+        # A separate frame, so that neither its styles nor its scripts affect the notebook.
         source = self.html.replace("&", "&amp;").replace('"', "&quot;")
         style = "width: 100%; height: 900px; border: 0"
         return f'<iframe srcdoc="{source}" style="{style}" sandbox="allow-scripts"></iframe>'
@@ -81,5 +81,5 @@ class Page:
 
 @typed
 def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """The page of `jgpt look`, shown in a notebook. Raises ValueError where the command fails."""
+    """Return the page of `jgpt look` for a notebook. Raises ValueError where the command fails."""
     return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))

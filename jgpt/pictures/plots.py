@@ -24,16 +24,16 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 
 INCHES_PER_TOKEN = 0.16
-"""Attention pictures: the size of a readable token."""
+"""The size of a readable token in attention pictures."""
 MOST_INCHES = 40
-"""Attention pictures: the size of the longest row or column of panels."""
+"""The largest width or height of an attention picture's panels."""
 
 VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
 """Visible white space; dollars escaped for matplotlib."""
 
 
 def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> bytes:
-    """Training and validation loss against steps, as an image such as svg."""
+    """Draw training and validation loss against steps, as an image in a format such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
     (title,), families = drawable([title], "sans-serif")
@@ -51,7 +51,7 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
 
 
 def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
-    """The losses of several runs against steps, tokens and seconds, as an image.
+    """Draw the losses of several runs against steps, tokens and seconds, as an image.
 
     Raises ValueError for a run without metrics.
     """
@@ -65,15 +65,15 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         steps = np.array([line["step"] for line in metrics])
         tokens = steps * (config.batch_size * config.model.block_size)
-        # some lines say the seconds, and the steps between them are interpolated
+        # Some lines have the seconds; between them, the seconds of steps are interpolated.
         timed_steps, timed_seconds = _timed_steps(metrics)
         seconds = np.interp(steps, timed_steps, timed_seconds)
         for axes, x in ((by_steps, steps), (by_tokens, tokens), (by_seconds, seconds)):
             colour = f"C{index}"
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
-        smoothed.append(lines[1])  # stands for the run in the legend
+        smoothed.append(lines[1])  # represents the run in the legend
     labels = [run.path.resolve().name for run in runs]
-    if len(set(labels)) < len(runs):  # two runs of one name in different folders
+    if len(set(labels)) < len(runs):  # two runs have the same name in different folders
         labels = [str(run.path) for run in runs]
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
@@ -85,7 +85,7 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
 
 
 def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """The steps whose lines say when they ended, and the seconds until then, from 0 on."""
+    """Return the steps whose lines have a time, and the seconds until then, from 0 on."""
     timed_steps = [0]
     seconds = [0.0]
     for line in metrics:
@@ -103,7 +103,8 @@ def _draw_run(
     training_colour: str,
     validation_colour: str,
 ) -> list[Line2D]:
-    """Draw a run in two colours: training, each step and smoothed; validation, and estimates."""
+    """Draw a run in two colours: one for training, each step and smoothed, one for validation and
+    estimates."""
 
     def points(field: str) -> tuple[np.ndarray, np.ndarray]:
         rows = []
@@ -118,7 +119,7 @@ def _draw_run(
     mean = _running_mean(losses, _window(metrics))
     lines = axes.plot(places, losses, color=training_colour, alpha=0.25, linewidth=0.7)
     lines += axes.plot(places, mean, color=training_colour, linewidth=1.5)
-    # above the lines, which are as many points as there are steps
+    # Drawn above the lines, which have as many points as there are steps.
     dots = {"linestyle": "", "marker": "o", "color": validation_colour, "zorder": 3}
     lines += axes.plot(*points("validation_loss"), **dots)
     lines += axes.plot(*points("validation_estimate"), **dots, fillstyle="none")
@@ -126,17 +127,17 @@ def _draw_run(
 
 
 def _window(metrics: Sequence[dict[str, Any]]) -> int:
-    """2% of the steps, rounded to an odd number."""
+    """Return 2% of the steps, rounded to an odd number."""
     return max(len(metrics) // 50 | 1, 3)
 
 
 @typed
 def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
-    """Centred running mean; the window shrinks at both ends."""
+    """Compute a centred running mean; the window shrinks at both ends."""
     step = np.arange(len(losses))
     before = np.minimum(window // 2, step)
     after = np.minimum(before, step[::-1])
-    # the sum of a window is the difference of two cumulative sums: linear in the steps
+    # The sum of a window is the difference of two cumulative sums, which is linear in the steps.
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     return (sums[step + after + 1] - sums[step - before]) / (before + 1 + after)
 
@@ -148,7 +149,7 @@ def _finish(
     labels: list[str],
     title: str = "",
 ) -> None:
-    """Name the axes and add the legend, below them, where no data is."""
+    """Name the axes and add the legend below them, where no data is."""
     for name, axes in panels.items():
         axes.set(xlabel=name)
         axes.locator_params(axis="x", integer=name != "seconds")
@@ -163,15 +164,15 @@ def _finish(
     labels, families = drawable(labels, "sans-serif")
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, title=title)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a directory may have dollars in its name
+        text.set_parse_math(False)  # a directory's name may contain dollars
         text.set_fontfamily(families)
 
 
 def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
-    """Texts that can be drawn, and the font families to draw them with.
+    """Return the texts as they can be drawn, and the font families to draw them with.
 
-    matplotlib's own font has no Chinese: other installed fonts are added for the characters that
-    `family` lacks. A character that no font has is written as its code point, U+4F60, where
+    matplotlib's own font has no Chinese, so other installed fonts are added for the characters that
+    `family` lacks. A character that no font has is written as its code point, such as U+4F60;
     matplotlib would draw an empty box and warn.
     """
     families = [family]
@@ -180,7 +181,8 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
     for font in font_manager.fontManager.ttflist:
         if not missing:
             break
-        if font.name.startswith("Last Resort"):  # matplotlib's own: a box for every character
+        # matplotlib's own font, which has a box for every character
+        if font.name.startswith("Last Resort"):
             continue
         found = missing & _characters_of(font.fname)
         if found:
@@ -192,7 +194,8 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
 
 @functools.cache
 def _characters_of(font_file: str) -> frozenset[str]:
-    """The characters that a font has; none if matplotlib can't read it, as fonts of bitmaps."""
+    """Return the characters of a font, or none if matplotlib can't read it, such as a bitmap
+    font."""
     try:
         code_points = font_manager.get_font(font_file).get_charmap()
         return frozenset(chr(code_point) for code_point in code_points)
@@ -201,9 +204,9 @@ def _characters_of(font_file: str) -> frozenset[str]:
 
 
 def _image(figure: Figure, format: str) -> bytes:
-    """The figure as an image. Raises ValueError with the reason of matplotlib.
+    """Return the figure as an image. Raises ValueError with matplotlib's reason.
 
-    A `matplotlibrc` may ask for LaTeX or a backend that is not there, in errors of any kind.
+    A `matplotlibrc` may ask for LaTeX or a missing backend, which raises errors of any kind.
     """
     image = io.BytesIO()
     try:
@@ -216,10 +219,10 @@ def _image(figure: Figure, format: str) -> bytes:
 
 
 def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, format: str) -> bytes:
-    """The attention weights over a text, as an image: a row per layer, a column per head.
+    """Draw the attention weights over a text, as an image: a row per layer, a column per head.
 
     The text is cut to its last `block_size` tokens. Raises ValueError for a model without
-    `attention_weights`, as bigrams and custom models are.
+    `attention_weights`, such as a bigram model or some custom models.
     """
     attention_weights_of = getattr(model, "attention_weights", None)
     if attention_weights_of is None:
@@ -229,8 +232,8 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     weights = np.asarray(attention_weights_of(jnp.asarray(tokens)[None])[:, 0])
     layers, heads, time, _ = weights.shape
 
-    # A panel is as large as its tokens need, until the whole picture is too large. Then only
-    # every second or third token is named, so that names don't overlap.
+    # A panel is as large as its tokens need, until the whole picture is too large. Then only every
+    # second or third token is named, so that names don't overlap.
     side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
     stride = math.ceil(INCHES_PER_TOKEN * time / side)
     ticks = range(0, time, stride)
@@ -253,7 +256,7 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
             axes.set_xlabel("key position", fontsize=label_size)
         if head == 0:
             axes.set_ylabel("query position", fontsize=label_size)
-    # every panel has the same scale, from 0 to 1: one bar serves all of them
+    # Every panel has the same scale, from 0 to 1, so one bar serves all of them.
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=label_size)
     return _image(figure, format)

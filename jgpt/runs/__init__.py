@@ -1,1 +1,1 @@
-"""One run: its directory, its checkpoints, its metrics, and the loop that makes them."""
+"""A run on disk: its directory, checkpoints, metrics and provenance."""

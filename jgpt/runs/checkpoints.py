@@ -1,4 +1,4 @@
-"""Checkpoints: saved asynchronously, checksummed, verified when loaded."""
+"""Checkpoints: saved asynchronously with checksums, and verified when they are loaded."""
 
 import contextlib
 import dataclasses
@@ -42,9 +42,9 @@ Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
 
 WAITED_FOR = 256 << 20
-"""The bytes of a state on a CPU from which on a second one costs more than waiting for a save."""
+"""The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
 
-# as Zarr's headers spell what a state may hold; no text, objects or structures
+# The dtypes of a state in the notation of Zarr's headers; no text, objects or structures.
 _STORED_DTYPES = ("bfloat16", "<f2", "<f4", "<f8", "<i4", "<i8", "<u4", "|b1")
 _LAYOUT = re.compile(
     r"manifest\.json|((weights|optimizer)/)?(_[A-Za-z_]+|commit_success\.txt)"
@@ -56,24 +56,28 @@ _LAYOUT = re.compile(
 class Checkpoints:
     """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
 
-    Orbax writes to a temporary directory; it is renamed when the checkpoint and its manifest are
-    on disk. So a directory with the name of a step is complete, or was damaged later.
+    Orbax writes to a temporary directory, which is renamed when the checkpoint and its manifest are
+    on disk. A directory with the name of a step is therefore complete, or was damaged later.
     """
 
     def __init__(
         self, run: RunDirectory, config: TrainConfig | None = None, *, read_only: bool = False
     ) -> None:
-        """`config` is the saved one by default; to resume, a run is read with the new one."""
+        """Open the checkpoints of `run`; `config` is the saved one by default.
+
+        To resume, a run is read with the new config.
+        """
         require_storable(run.path)
-        self._path = (run.path / CHECKPOINTS).resolve()  # Orbax takes absolute paths alone
+        self._path = (run.path / CHECKPOINTS).resolve()  # Orbax accepts only absolute paths
         if config is None:
             config = run.config()
         self._config = config
         self.run = run
         self._orbax: Any = None
-        # one thread: a save, the loss that is added to it and the next save keep their order
+        # One thread, so that a save, the loss that is added to it and the next save keep their
+        # order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # drops Orbax's log messages, and no others: what fails raises an error as well
+        # Drops the log messages of Orbax alone, since its failures raise errors as well.
         self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
         self._saving: Future[None] | None = None
         self._save_began: float | None = None
@@ -81,7 +85,7 @@ class Checkpoints:
         self._writes = not read_only and process_index() == 0
         if self._writes:
             make_directory(self._path)
-            run.delete_checkpoints(())  # what a killed process was still writing or deleting
+            run.delete_checkpoints(())  # the remains of a killed process
 
     def __enter__(self) -> Self:
         logging.getLogger("absl").addFilter(self._quiet)
@@ -89,20 +93,21 @@ class Checkpoints:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if kind is None or process_count() == 1:  # the others may not wait, or be no more
+            # other processes may not wait, or may have ended
+            if kind is None or process_count() == 1:
                 self.wait()
         finally:
             self._background.shutdown()
             if self._orbax is not None:
-                # it raises again, without a name, what failed in a save that `wait` has named
+                # This repeats the error of a save, without naming the save as `wait` does.
                 with contextlib.suppress(Exception):
                     self._orbax.close()
             if self._writes and self.run.is_in_place():
-                self.run.delete_checkpoints(())  # what a save that failed was still writing
+                self.run.delete_checkpoints(())  # the remains of a failed save
             logging.getLogger("absl").removeFilter(self._quiet)
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first."""
+        """Return the steps of the checkpoints, oldest first."""
         return self.run.checkpoint_steps()
 
     def save(
@@ -112,29 +117,29 @@ class Checkpoints:
         *,
         unevaluated: dict[str, Any] | None = None,
     ) -> None:
-        """Save a state, a small one asynchronously. Raises OSError if this or the last one failed.
+        """Save a state, a small one asynchronously. Raises OSError if this or the last save failed.
 
-        A step that has a checkpoint already is not saved again. With `unevaluated`, the step's line
-        of metrics, the state is evaluated next; `evaluated` or `discard` follows.
+        A step that already has a checkpoint is not saved again. With `unevaluated`, the step's line
+        of metrics, the state is evaluated next, and `evaluated` or `discard` must follow.
         """
         self.wait()
         step = int(state.step)
         if step in self.steps():
             return
         with raise_in_all_processes():
-            self.run.require_in_place()  # or the checkpoint would be another run's
+            self.run.require_in_place()  # or the checkpoint would go into another run
         self._save_began = time.monotonic()
         self._save_ended = None
         state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
-        # two parts, so that sampling reads the weights alone, a third of AdamW's state
+        # Two parts, so that sampling reads only the weights, a third of AdamW's state.
         parts = ocp.args.Composite(
             weights=ocp.args.StandardSave(state.weights),
             optimizer=ocp.args.StandardSave(state.optimizer),
         )
         try:
-            self._orbax.save(partial, args=parts)  # which returns before they are written
+            self._orbax.save(partial, args=parts)  # returns before the files are written
         except Exception as error:
             raise self._failed(step, error) from error
         arrays = {
@@ -148,7 +153,7 @@ class Checkpoints:
             self.wait()
 
     def evaluated(self, step: int, validation_loss: float) -> None:
-        """Add the loss to the checkpoint of a step and delete old ones, asynchronously."""
+        """Add the loss to a step's checkpoint and delete old checkpoints, asynchronously."""
         saving = self._saving
         self._saving = self._background.submit(self._add_loss, saving, step, validation_loss)
 
@@ -160,17 +165,17 @@ class Checkpoints:
                 self.run.delete_checkpoints([step])
 
     def unevaluated(self, step: int) -> dict[str, Any] | None:
-        """The line of metrics of a step whose evaluation has not ended; None if it has."""
+        """Return the metrics of a step whose evaluation has not ended, or None if it has."""
         if step not in self.steps():
             return None
         return self._read(Manifest.read, step).unevaluated
 
     def seconds(self) -> float:
-        """How long the last save took, or takes so far; 0 before the first."""
+        """Return the seconds that the last save took, or takes so far; 0 before the first save."""
         if self._save_began is None:
             return 0.0
         ended = self._save_ended
-        if ended is None:  # the background is still writing
+        if ended is None:  # the background thread is still writing
             ended = time.monotonic()
         return ended - self._save_began
 
@@ -183,15 +188,15 @@ class Checkpoints:
                 saving.result()
 
     def have_failed(self) -> bool:
-        """Whether the last save has failed already; `wait` raises the error."""
+        """Return whether the last save has failed already; `wait` raises its error."""
         saving = self._saving
         return saving is not None and saving.done() and saving.exception() is not None
 
     def step(self, which: Which) -> int:
-        """Resolve best, last or a step to a step.
+        """Return the step of the best checkpoint, the last one, or the one of a step.
 
         Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one,
-        for anything else or if damage hides which one is best.
+        for another word, or if damage hides which one is best.
         """
         if which not in ("best", "last") and type(which) is not int:
             raise ValueError(Message(Field("which", which), " must be best, last or a step"))
@@ -207,52 +212,55 @@ class Checkpoints:
             by_loss = self._by_loss()
             if by_loss:
                 return by_loss[0]
-        return steps[-1]  # the best, too, where none was evaluated yet
+        return steps[-1]  # also the best one while none is evaluated
 
     def best(self) -> Manifest:
-        """The manifest of the best checkpoint."""
+        """Return the manifest of the best checkpoint."""
         return Manifest.read(self._path / str(self.step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         step, arrays = self._restore(config, which, ("weights", "optimizer"))
-        # committed to devices like the other arrays, or steps would be compiled for both
+        # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
         arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
         return stack_state(config, TrainState(**arrays))
 
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
-        """Restore verified weights only. Raises ValueError if they are damaged."""
-        config = dataclasses.replace(config, optimizer=OptimizerConfig())  # a user's isn't needed
+        """Restore only the verified weights. Raises ValueError if they are damaged."""
+        # a custom optimizer isn't needed
+        config = dataclasses.replace(config, optimizer=OptimizerConfig())
         _, arrays = self._restore(config, which, ("weights",))
         return arrays["weights"]
 
     def _restore(
         self, config: TrainConfig, which: Which, parts: tuple[str, ...]
     ) -> tuple[int, dict[str, Any]]:
-        """Verify a checkpoint and read parts of it; if training deletes it meanwhile, the next.
+        """Verify a checkpoint and read parts of it; if training deletes it meanwhile, read the next
+        one.
 
-        A checkpoint has the arrays of each block, also where steps scan over stacked blocks.
+        A checkpoint has separate arrays for each block, even where the steps scan over stacked
+        blocks.
         """
         model = dataclasses.replace(config.model, scan_layers=False)
         unstacked = dataclasses.replace(config, model=model)
         while True:
             steps_before = self.steps()
             try:
-                step = self._verified_step(which)  # before a state that may be huge
+                step = self._verified_step(which)  # before a state is made, which may be huge
                 state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
                 wanted = {part: getattr(state, part) for part in parts}
                 return step, self._read_arrays(step, wanted)
             except (ValueError, OSError):
-                # damage, if all checkpoints are still there
+                # If all checkpoints are still there, this is damage.
                 if set(steps_before) <= set(self.steps()):
                     raise
 
     def _by_loss(self) -> list[int]:
-        """The steps that were evaluated, by validation loss.
+        """Return the evaluated steps, lowest validation loss first.
 
-        Losses over other targets than the last ones can't be compared with them. These steps count
-        only as long as there are no others.
+        Losses over other targets than the last ones can't be compared with them. Their steps count
+        only if there are no others.
         """
         first_comparable = comparable_after(self.run.provenance()) + 1
         evaluated = []
@@ -264,20 +272,21 @@ class Checkpoints:
             evaluated.append((loss, step))
             if step >= first_comparable:
                 comparable.append((loss, step))
-        # of equal losses the earlier step
+        # Among equal losses, the earlier step comes first.
         return [step for _, step in sorted(comparable or evaluated)]
 
     def _verified_step(self, which: Which) -> int:
         step = self.step(which)
         with raise_in_all_processes():
             read = Manifest.read
-            if process_index() == 0:  # one process reads every byte, and its error is all others'
+            # one process reads every byte, and all others raise its error, too
+            if process_index() == 0:
                 read = verify
             manifest = self._read(read, step)
-        # tuples become lists, as in the manifest
+        # Tuples become lists, as in the manifest.
         fields = json.loads(json.dumps(as_dict(self._config.model)))
         for name, saved in manifest.model.items():
-            # a field that this version lacks, or code, of which a manifest has the name alone
+            # A field that this version lacks, or code, of which a manifest has only the name.
             if name == "make" or name not in fields:
                 continue
             if fields[name] != saved:
@@ -298,7 +307,8 @@ class Checkpoints:
         return step
 
     def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
-        """Read or verify a checkpoint; of a damaged one the error names another that is intact."""
+        """Read or verify a checkpoint; if it is damaged, the error names another one that is
+        intact."""
         try:
             return read(self._path / str(step))
         except ValueError as error:
@@ -313,7 +323,7 @@ class Checkpoints:
             raise ValueError(Message(f"{error}; ", advice)) from None
 
     def _newest_intact(self, *, except_step: int) -> int | None:
-        """The newest step, without this one, whose checkpoint has no damage; None if all have."""
+        """Return the newest step, except `except_step`, whose checkpoint is intact, or None."""
         for step in reversed(self.steps()):
             if step == except_step:
                 continue
@@ -338,11 +348,11 @@ class Checkpoints:
             ) from error
 
     def _open_orbax(self) -> Any:
-        """Import Orbax and make a checkpointer when first needed: they take 30 MiB."""
+        """Import Orbax and make a checkpointer on first use, since they take 30 MiB."""
         import orbax.checkpoint as ocp
 
         if self._orbax is None:
-            # plain Zarr: a directory per array, which can be inspected and checksummed
+            # Plain Zarr: one directory for each array, which can be inspected and checksummed.
             handler = ocp.CompositeCheckpointHandler(
                 weights=ocp.StandardCheckpointHandler(use_ocdbt=False),
                 optimizer=ocp.StandardCheckpointHandler(use_ocdbt=False),
@@ -358,15 +368,16 @@ class Checkpoints:
         arrays: dict[str, int],
         unevaluated: dict[str, Any] | None,
     ) -> None:
-        """In the background: wait for Orbax, write the manifest, rename, delete old checkpoints."""
+        """Finish a save in the background: wait for Orbax, write the manifest, rename, delete old
+        ones."""
         try:
-            self._orbax.wait_until_finished()  # for all processes
+            self._orbax.wait_until_finished()  # in all processes
             if process_index() != 0:
                 return
             for part, count in arrays.items():
                 _require_arrays(partial / part, count)
-            # The order is what makes a directory with the name of a step complete: all files are on
-            # disk, then the manifest that lists them, and last the name.
+            # This order ensures that a directory with the name of a step is complete: all files are
+            # on disk, then the manifest that lists them, and last the name.
             sync_below(partial)  # Orbax syncs arrays, but not its metadata
             files = {}
             for name, path in files_below(partial):
@@ -391,11 +402,12 @@ class Checkpoints:
             raise self._failed(step, error) from error
         finally:
             self._save_ended = time.monotonic()
-        if unevaluated is None:  # or a loss that is not finite could cost the last good one
+        # otherwise a loss that is not finite could delete the last good checkpoint
+        if unevaluated is None:
             self._delete_old()
 
     def _add_loss(self, saving: Future[None] | None, step: int, validation_loss: float) -> None:
-        """In the background, after the save: replace the manifest by one with the loss."""
+        """Replace the manifest by one with the loss, in the background after the save."""
         if saving is not None:
             saving.result()
         if not self._writes:
@@ -406,7 +418,7 @@ class Checkpoints:
             manifest = dataclasses.replace(
                 manifest, validation_loss=validation_loss, unevaluated=None
             )
-            # not in the checkpoint's folder, where a crash would leave a file too many
+            # Outside of the checkpoint's folder, where a crash would leave an extra file.
             beside = self._path / f"saving-{step}-manifest"
             make_directory(beside)
             manifest.write(beside)
@@ -434,23 +446,23 @@ class Checkpoints:
         )
 
     def _delete_old(self) -> None:
-        """Delete all but the best, the last and every Nth."""
+        """Delete all checkpoints but the best, the last and every Nth."""
         steps = self.steps()
         config = self._config
         try:
             kept = {*self._by_loss()[: config.keep_best], *steps[-config.keep_last :]}
         except ValueError:
-            return  # with a damaged one, keep all
+            return  # keep all if one is damaged
         if config.keep_every is not None:
             kept |= {step for step in steps if step % config.keep_every == 0}
         self.run.delete_checkpoints(step for step in steps if step not in kept)
 
 
 def _require_arrays(directory: Path, count: int) -> None:
-    """Raise OSError unless as many arrays are there, each with the files of all its chunks.
+    """Raise OSError unless `count` arrays are there, each with the files of all its chunks.
 
-    The manifest vouches for the files that it finds. TensorStore can write them elsewhere, without
-    an error, where it reads a path in another way than the system does.
+    The manifest lists the files that it finds. If TensorStore interprets a path in another way than
+    the system does, it writes them elsewhere, without an error.
     """
     headers = list(directory.glob("*/.zarray"))
     if len(headers) != count:
@@ -460,17 +472,18 @@ def _require_arrays(directory: Path, count: int) -> None:
         chunks = 1  # a scalar is one chunk
         for size, chunk_size in zip(header["shape"], header["chunks"], strict=True):
             chunks *= -(-size // chunk_size)  # rounded up
-        found = len(list(path.parent.iterdir())) - 1  # without the header
+        found = len(list(path.parent.iterdir())) - 1  # minus the header
         if found != chunks:
             raise OSError(f"{path.parent} has {found} of {chunks} files")
 
 
 def _is_large_on_cpu(state: TrainState) -> bool:
-    """Whether training must wait until a state is written, or its memory is needed twice.
+    """Return whether training must wait until a state is written, to save the memory of a second
+    one.
 
     On a CPU Orbax writes from the state's own memory, so that the next step can't reuse it and
-    makes another state: a Llama of 125M took 5.5 GiB and not 4. Elsewhere the copy that is written
-    lies in the host's memory.
+    makes another state: a Llama of 125M took 5.5 GiB instead of 4. On other platforms Orbax writes
+    from a copy in the host's memory.
     """
     leaves = jax.tree.leaves(state)
     platforms = {device.platform for device in leaves[0].devices()}
@@ -478,15 +491,16 @@ def _is_large_on_cpu(state: TrainState) -> bool:
 
 
 def has_average(checkpoint: Path) -> bool:
-    """Whether the weights of a checkpoint are an average: it has the trained ones as well."""
+    """Return whether a checkpoint's weights are an average, in which case it has the trained ones,
+    too."""
     return any((checkpoint / "optimizer").glob("trained.*"))
 
 
 def _require_plausible(directory: Path, largest: int) -> None:
     """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
 
-    TensorStore allocates what a header says before it reads, and aborts the process if that fails;
-    it knows other formats, with other headers. A forged manifest could vouch for either.
+    TensorStore allocates the size in a header before it reads, and aborts the process if that
+    fails. It also reads other formats, with other headers. A forged manifest could list either.
     """
 
     def require_plausible(text: str) -> None:
@@ -513,7 +527,7 @@ def _require_plausible(directory: Path, largest: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, in a few words: TensorStore's are pages with the place in its source."""
+    """Shorten an error's message; TensorStore's are pages long and cite its source."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))

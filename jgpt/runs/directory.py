@@ -38,11 +38,12 @@ CHECKPOINTS = "checkpoints"
 SAMPLES = "samples.txt"
 LOSS_PICTURE = "loss.png"
 IMPORTED = "imported"
-"""The folder of what an imported model's own folder says about its text."""
+"""The folder with the files about text of an imported model."""
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 WANDB_ID = "wandb.id"
-# what a new run in the place of an old one begins anew; `create` replaces config and tokenizer
+# A new run that replaces an old one starts these files afresh; `create` replaces config and
+# tokenizer.
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
@@ -50,7 +51,7 @@ _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/de
 _LONGEST_LINE = 1 << 20
 
 Mode = Literal["new", "resume", "overwrite"]
-"""What a start does to its directory."""
+"""What a start does with an existing run in its directory."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class RunDirectory:
 
     path: Path
     lock: Lock | None = field(default=None, compare=False, repr=False)
-    """The lock that this process holds; each write looks whether the directory is still here."""
+    """The lock that this process holds; each write checks that the directory is still in place."""
 
     def require_in_place(self) -> None:
-        """Raise MovedDirectory if another directory has the locked one's name, or none."""
+        """Raise MovedDirectory if the locked directory no longer has its name."""
         if self.lock is not None:
             self.lock.require_in_place()
 
     def is_in_place(self) -> bool:
-        """Whether the locked directory still has its name."""
+        """Return whether the locked directory still has its name."""
         return self.lock is None or self.lock.is_in_place()
 
     @classmethod
@@ -78,9 +79,9 @@ class RunDirectory:
         tokenizer: Tokenizer,
         text_files: TextFiles | None = None,
     ) -> Self:
-        """Create a run: its tokenizer, and last its config, which makes the directory a run.
+        """Create a run; its config is written last, since the config makes the directory a run.
 
-        `text_files` are what the folder of an imported model says about its text.
+        `text_files` are the files about text of an imported model.
         """
         make_directory(path)
         write_file(path / TOKENIZER, tokenizer.to_json())
@@ -99,15 +100,17 @@ class RunDirectory:
         *,
         earlier: Iterable[Path] | None = None,
     ) -> None:
-        """Write a new run, also in place of one to overwrite, or the config of one to resume.
+        """Write a new run, which may replace one to overwrite, or the config of one to resume.
 
-        `earlier` are the trackers' files of the run to overwrite: those of the new one are open.
+        `earlier` are the trackers' files of the run to overwrite, since those of the new run are
+        open.
         """
         exists = self.exists(self.path)
         if mode == "resume" and exists:
             self.write_config(config)
             return
-        # chosen as unused before the lock was taken: another process may have been faster
+        # The name was chosen as unused before the lock was taken; another process may have been
+        # faster.
         if mode == "new" and exists and self.has_trained():
             raise FileExistsError(
                 f"{self.path} was created by another process: choose another directory"
@@ -118,9 +121,9 @@ class RunDirectory:
         self.create(self.path, config, tokenizer)
 
     def has_trained(self) -> bool:
-        """Whether there is a checkpoint or a step, which no other run replaces unless told to.
+        """Return whether the run has a checkpoint or a step, so that only `overwrite` replaces it.
 
-        A run whose model failed when it was compiled, or at its first step, has neither.
+        A run whose model failed in compilation or at its first step has neither.
         """
         if self.checkpoint_steps():
             return True
@@ -130,19 +133,19 @@ class RunDirectory:
     def reserved(self) -> Iterator[Lock]:
         """Hold the lock while a run is checked, begun and trained.
 
-        After an error nothing is left of a directory that has not become a run.
+        After an error, a directory that has not become a run is removed.
         """
         lock = self.path / LOCK
         had_lock = lock.exists()
-        # the innermost first, in which order they can be removed again
+        # The innermost folder comes first, so that they can be removed in this order.
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with self.locked() as taken_lock:
             try:
                 yield taken_lock
             except BaseException:
-                # the name can be that of another process's lock, if the directory was replaced
+                # If the directory was replaced, the name can be that of another process's lock.
                 if not had_lock and taken_lock.is_in_place():
-                    with contextlib.suppress(OSError):  # Windows keeps what is open
+                    with contextlib.suppress(OSError):  # Windows keeps open files
                         lock.unlink()
                 raise
             finally:
@@ -172,7 +175,7 @@ class RunDirectory:
                     )
                 )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
-        # before anything is read: a pipe would never end, and a link may lead anywhere
+        # Checked before anything is read: a pipe would never end, and a link may lead anywhere.
         for entry in path.iterdir():
             refuse_foreign(entry)
             if entry.is_dir():
@@ -184,12 +187,13 @@ class RunDirectory:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether there is a run."""
+        """Return whether there is a run at `path`."""
         return (path / CONFIG).is_file()
 
     @classmethod
     def latest(cls) -> Path:
-        """The run in runs/ that was written to last. Raises FileNotFoundError without any."""
+        """Return the run in runs/ that was written to last. Raises FileNotFoundError if there is
+        none."""
         runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
@@ -204,7 +208,8 @@ class RunDirectory:
 
     @staticmethod
     def is_unused(path: Path) -> bool:
-        """Whether a directory is empty, except for what a run killed during `create` leaves."""
+        """Return whether a directory is empty, except for remains of a run killed during
+        `create`."""
         for entry in path.iterdir():
             is_ours = entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
             if not is_ours or entry.is_symlink():
@@ -212,7 +217,7 @@ class RunDirectory:
         return True
 
     def locked(self) -> contextlib.AbstractContextManager[Lock]:
-        """The lock of the run, held at most as long as this process lives.
+        """Take the lock of the run, which ends at the latest with this process.
 
         Raises BlockingIOError if another process holds it.
         """
@@ -220,15 +225,16 @@ class RunDirectory:
         return locked(self.path / LOCK, self.path)
 
     def config(self) -> TrainConfig:
-        """The config, with the tokenizer's vocabulary size."""
+        """Read the config, with the tokenizer's vocabulary size."""
         return read_config(self.path / CONFIG)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Read the tokenizer."""
         return parse_file(self.path / TOKENIZER, tokenizer_from_json)
 
     def imported(self) -> Path | None:
-        """The folder with the text files of the model that the run was imported from, if any.
+        """Return the folder with the text files of the model that the run was imported from, or
+        None.
 
         Raises ValueError for a link in it.
         """
@@ -240,10 +246,10 @@ class RunDirectory:
         return folder
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first. Raises ValueError for a link."""
+        """Return the steps of the checkpoints, oldest first. Raises ValueError for a link."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
-            # not 007, nor digits of other scripts: a step has one name
+            # Neither 007 nor digits of other scripts: each step has one name.
             if entry.name.isdecimal() and str(int(entry.name)) == entry.name:
                 refuse_foreign(entry)
                 if entry.is_dir():
@@ -251,9 +257,9 @@ class RunDirectory:
         return sorted(steps)
 
     def delete_checkpoints(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, and what a killed process left of others.
+        """Delete checkpoints, and the remains of others that a killed process left.
 
-        They are renamed first, durably: a directory named by a step is never partial.
+        They are renamed first, durably, so that a directory named by a step is never partial.
         """
         self.require_in_place()
         folder = self.path / CHECKPOINTS
@@ -266,7 +272,7 @@ class RunDirectory:
             _delete(entry)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics so far, without truncated or damaged lines."""
+        """Read the metrics so far, without truncated or damaged lines."""
         lines = []
         for line, _ in self._lines(METRICS):
             if all(_is_plain(value) for value in line.values()):
@@ -279,13 +285,13 @@ class RunDirectory:
         self.append(PROVENANCE, [line], durable=True)
 
     def provenance(self) -> list[dict[str, Any]]:
-        """The provenance of the start and of each resumption."""
+        """Read the provenance of the start and of each resumption."""
         return [line for line, _ in self._lines(PROVENANCE)]
 
     def tracker_files(self) -> set[Path]:
-        """The files and folders that trackers and the profiler have written."""
+        """Return the files and folders that trackers and the profiler have written."""
         patterns: list[str] = list(_BY_TRACKERS)
-        if (self.path / WANDB_ID).is_file():  # else a folder wandb is somebody else's
+        if (self.path / WANDB_ID).is_file():  # without this file, a folder wandb is not the run's
             patterns.extend(_BY_WANDB)
         found: set[Path] = set()
         for pattern in patterns:
@@ -295,7 +301,7 @@ class RunDirectory:
     def clear(self, by_trackers: Iterable[Path]) -> None:
         """Delete the files of a run, except those that `create` replaces. Other files stay.
 
-        The config stays: a directory with one can be overwritten if this is interrupted.
+        The config stays, so that the directory can still be overwritten if this is interrupted.
         """
         self.delete_checkpoints(self.checkpoint_steps())
         for entry in by_trackers:
@@ -304,7 +310,7 @@ class RunDirectory:
             _delete(self.path / name)
         delete_text_files(self.path / IMPORTED)
         for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
-            with contextlib.suppress(OSError):  # it has other files, or doesn't exist
+            with contextlib.suppress(OSError):  # it has other files or doesn't exist
                 (self.path / name).rmdir()
 
     def write(self, name: str, data: str | bytes) -> None:
@@ -313,7 +319,7 @@ class RunDirectory:
         write_file(self.path / name, data)
 
     def append(self, name: str, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append lines to a file of them: all or none."""
+        """Append lines to a file: either all of them or none."""
         self.require_in_place()
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
@@ -339,18 +345,18 @@ class RunDirectory:
                 os.truncate(descriptor, end)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-        """Each complete line with a step, and its end offset."""
+        """Yield each complete line that has a step, and its end offset."""
         path = self.path / name
         if not path.is_file():
             return
         end = 0
         with path.open("rb") as file:
-            # a longer line is damage, which would fill the memory
+            # A longer line is damage, and would fill the memory.
             while text := file.readline(_LONGEST_LINE):
                 end += len(text)
-                if not text.endswith(b"\n"):  # the last line, which a crash has cut off
+                if not text.endswith(b"\n"):  # the last line, which a crash has truncated
                     return
-                with contextlib.suppress(ValueError, RecursionError):  # damage: the line is skipped
+                with contextlib.suppress(ValueError, RecursionError):  # a damaged line is skipped
                     line = json.loads(text)
                     if isinstance(line, dict) and type(line.get("step")) is int:
                         yield line, end
@@ -359,9 +365,9 @@ class RunDirectory:
 def require_storable(path: Path) -> None:
     """Raise ValueError for a path that TensorStore, which writes the arrays, reads as another one.
 
-    Of forty odd names tried, with spaces, quotes, controls, wildcards and signs of URLs among them,
-    these alone did harm: a backslash becomes a slash, "gs:/" a bucket's address, and what is not
-    UTF-8 can't be handed over.
+    Forty odd names were tried, with spaces, quotes, controls, wildcards and signs of URLs. Only
+    these did harm: a backslash becomes a slash, "gs:/" becomes a bucket's address, and names that
+    are not UTF-8 can't be passed.
     """
     text = str(path.resolve())
     reason = None
@@ -389,7 +395,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a metric is a number that NumPy's int64 or float64 holds."""
+    """Return whether a metric is a number that NumPy's int64 or float64 holds."""
     if type(value) is int:
         return abs(value) < 2**63
     return type(value) is float and abs(value) < 1e300  # neither NaN nor infinity

@@ -1,4 +1,4 @@
-"""A model read from a run, and a model saved as a run."""
+"""Models read from runs, and saved as runs."""
 
 import dataclasses
 import warnings
@@ -43,10 +43,10 @@ class Loaded(NamedTuple):
     config: TrainConfig
 
     def generate(self, prompt: str = "", max_new_tokens: int = 200, **options: Any) -> str:
-        """Return the prompt and a continuation of at most `max_new_tokens`.
+        """Return the prompt and a continuation of at most `max_new_tokens` tokens.
 
         `options` are the keyword arguments of `jgpt.generate_text`: `key`, `stop` and the sampling
-        parameters. Raises what `generate_text` raises.
+        parameters. Raises the errors of `generate_text`.
         """
         new = generate_text(self.model, self.tokenizer, prompt, max_new_tokens, **options)
         return prompt + new
@@ -63,11 +63,10 @@ def load(
 ) -> Loaded:
     """Load a run's model, tokenizer and config; nothing is written.
 
-    A run with a custom `model` needs the model again, as an object or as FILE.py:NAME. A warning
-    says if it has changed. Give a custom `optimizer` to train further with the config. `platform`,
-    by default the current one, decides the config's `auto`.
-    Raises FileNotFoundError if there is no run or no checkpoint, and ValueError if one of their
-    files is damaged.
+    A run with a custom `model` needs the model again, as an object or as FILE.py:NAME; a warning
+    says if it has changed. Pass a custom `optimizer` only to train further with the config.
+    `platform`, by default the current one, decides the config's `auto`. Raises FileNotFoundError if
+    there is no run or no checkpoint, and ValueError if one of their files is damaged.
     """
     run = RunDirectory.open(run_directory)
     saved = run.config()
@@ -86,12 +85,11 @@ def load(
 def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loaded:
     """Load a model and its tokenizer from a Hugging Face folder, or from the hub.
 
-    `source` is a folder with config.json, model.safetensors and a tokenizer; `hub:OWNER/NAME`; or
-    gpt2, smollm2, smollm2-chat or qwen3, which are fetched from the hub. `block_size` is the
-    context length, where positions are rotary; that of the folder's config by default. The config
-    is one to fine-tune the model with, in float32.
-    Raises ValueError for another format or a missing tokenizer, and OSError if the hub can't be
-    reached.
+    `source` is a folder with config.json, model.safetensors and a tokenizer; or `hub:OWNER/NAME`;
+    or gpt2, smollm2, smollm2-chat or qwen3, which are fetched from the hub. `block_size` is the
+    context length, by default that of the folder's config; another one requires rotary positions.
+    The returned config is one to fine-tune the model with, in float32. Raises ValueError for
+    another format or a missing tokenizer, and OSError if the hub can't be reached.
     """
     folder = find_model(str(source))
     model = load_hf(folder, block_size=block_size)
@@ -102,13 +100,13 @@ def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loa
 
 
 def fine_tuning_config(model: ModelConfig, dataset: DataConfig) -> TrainConfig:
-    """The config with which a pretrained model can be evaluated and trained further as it is."""
-    # small and constant, as is usual for fine-tuning
+    """Return a config to evaluate a pretrained model, or to train it further."""
+    # A small and constant rate, as is usual for fine-tuning.
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
-    # by default the windows of a call of steps would be more tokens than a config allows, where the
-    # context is of millions
+    # With a context of millions, the default number of steps in a call would need more tokens than
+    # a config allows.
     tokens_per_step = TrainConfig.batch_size * model.block_size
     most_steps = max(1, (2**32 - 1) // tokens_per_step)
     steps_per_call = min(TrainConfig.steps_per_call, most_steps)
@@ -124,12 +122,12 @@ def save(
     config: TrainConfig | ModelConfig,
     text_files: TextFiles | None = None,
 ) -> Path:
-    """Save a model as a run at step 0, atomically: to load, sample, evaluate or train further.
+    """Save a model as a run at step 0, atomically, so that it can be loaded, sampled and trained.
 
-    The class of a custom model is recorded, and must be given to `load`. `text_files` are a Hugging
-    Face folder's files about text, which an export writes again.
-    Raises FileExistsError for a directory that exists, and ValueError for a model that is not of
-    the config or the tokenizer.
+    The class of a custom model is recorded, and must be passed to `load`. `text_files` are a
+    Hugging Face folder's files about text, which an export writes again. Raises FileExistsError for
+    a directory that exists, and ValueError for a model that does not match the config or the
+    tokenizer.
     """
     path = Path(directory)
     if isinstance(config, ModelConfig):
@@ -143,7 +141,7 @@ def save(
         )
     model_config = dataclasses.replace(config.model, vocab_size=model.vocab_size)
     config = dataclasses.replace(config, model=model_config)
-    # or `load` would fail, later and without a name
+    # Otherwise `load` would fail later, without naming the parameter.
     expected_shapes = _shapes_by_path(abstract_model(config.model))
     shapes = _shapes_by_path(model)
     for name in expected_shapes | shapes:
@@ -164,5 +162,5 @@ def save(
 
 
 def _shapes_by_path(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
+    """Return the shape of each parameter by its path, such as blocks.0.attention.query.kernel."""
     return {name: parameter.shape for name, parameter in named_parameters(model).items()}

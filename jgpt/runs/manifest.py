@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its model, and size and checksum of every file."""
+"""The manifest of a checkpoint: its model, and the size and checksum of every file."""
 
 import dataclasses
 import hashlib
@@ -19,11 +19,11 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint contains."""
+    """The contents of a checkpoint."""
 
     step: int
     validation_loss: float | None
-    """None for a state that was not evaluated, or not yet."""
+    """None for a state that has not been evaluated."""
     model: dict[str, Any]
     """The model's config."""
     tokenizer: str
@@ -48,32 +48,35 @@ class Manifest:
     @classmethod
     def _parse(cls, text: str) -> Self:
         values = json.loads(text)
-        digest = values.pop("sha256")  # of all the rest
+        digest = values.pop("sha256")  # of all other fields
         if digest != _digest_of(values):
             raise ValueError("its SHA-256 does not match")
-        # JSON has no tuples
+        # JSON has no tuples.
         values["files"] = {name: (size, sha) for name, (size, sha) in values["files"].items()}
         manifest = cls(**values)
-        # whoever forges a manifest can forge its digest, too: fields are checked all the same
+        # A forged manifest can have a forged digest, so fields are checked all the same.
         for name, hint in get_type_hints(cls).items():
             if not is_bearable(getattr(manifest, name), hint):
                 raise ValueError(f"{name} is not {hint}")
         return manifest
 
     def write(self, directory: Path) -> None:
-        """Write it durably, with its own SHA-256."""
+        """Write the manifest durably, with its own SHA-256."""
         values = dataclasses.asdict(self)
         values["sha256"] = _digest_of(values)
         write_file(directory / MANIFEST, json.dumps(values, indent=1) + "\n")
 
 
 def _digest_of(values: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest's other fields, as JSON without its line breaks."""
+    """Return the SHA-256 of a manifest's other fields, as JSON without its line breaks."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def verify(directory: Path) -> Manifest:
-    """A checkpoint's manifest. Raises ValueError naming its first missing or damaged file."""
+    """Verify a checkpoint and return its manifest.
+
+    Raises ValueError naming the first missing or damaged file.
+    """
     manifest = Manifest.read(directory)
     found = {name: path for name, path in files_below(directory) if name != MANIFEST}
     for name in sorted({*manifest.files, *found}):
@@ -83,7 +86,7 @@ def verify(directory: Path) -> Manifest:
         if name not in manifest.files:
             raise ValueError(f"{path} is not in the manifest")
         size, sha = manifest.files[name]
-        # a file cut off is found without reading any
+        # The size finds a truncated file without reading any.
         if path.stat().st_size != size:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
         if sha256_of(path) != sha:
@@ -92,7 +95,7 @@ def verify(directory: Path) -> Manifest:
 
 
 def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
-    """All files below a directory by relative name. Raises ValueError for a link."""
+    """Yield all files below a directory by relative name. Raises ValueError for a link."""
     for path in directory.rglob("*"):
         refuse_foreign(path)
         if path.is_file():
@@ -121,6 +124,6 @@ def refuse_foreign(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file of any size."""
+    """Return the SHA-256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

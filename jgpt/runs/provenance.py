@@ -20,9 +20,9 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 def provenance(
     config: TrainConfig, dataset: Dataset, evaluations: EvaluationPlan
 ) -> dict[str, Any]:
-    """A line of provenance.jsonl for a start or a resumption, without the step.
+    """Return a line of provenance.jsonl for a start or a resumption, without the step.
 
-    The config is the one that is trained, with `micro_batches=auto` decided.
+    `config` is the one that is trained, with `micro_batches=auto` decided.
     """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -40,7 +40,7 @@ def provenance(
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
         "devices": device_kinds(),
         "backend": current_platform().name,
-        # what may change the last bits of a step
+        # These may change the last bits of a step.
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -49,33 +49,34 @@ def provenance(
 
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
-    """The text of the first start that recorded it."""
+    """Return the text of the first start that recorded it."""
     token_digests = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
     if not token_digests:
         return None
-    # the tokens of the first start, which a resumed run has to have, whatever later ones say
+    # The tokens of the first start, which a resumed run must have even if later lines differ.
     tokens_digest = token_digests[0]
     for line in lines:
         match line:
             case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(corpora)}:
                 versions = {str(corpus): str(version) for corpus, version in corpora.items()}
                 return KnownText(tokens_digest, digest, versions)
-    return KnownText(tokens_digest, None, {})  # earlier versions recorded the tokens alone
+    return KnownText(tokens_digest, None, {})  # earlier versions recorded only the tokens
 
 
 def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
-    """The micro-batches of the last start that recorded them."""
+    """Return the number of micro-batches in the last start that recorded it."""
     for line in reversed(lines):
         count = line.get("micro_batches")
-        if isinstance(count, int):  # a line may be damaged, or of a version that recorded none
+        # a line may be damaged, or written by a version that didn't record it
+        if isinstance(count, int):
             return count
     return None
 
 
 def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
-    """The number of targets of the last start's evaluations, and whether they are spread.
+    """Return the number of targets of the last start's evaluations, and whether they are spread.
 
-    None for runs from before that was recorded.
+    None for runs from before this was recorded.
     """
     for line in reversed(lines):
         match line:
@@ -85,7 +86,7 @@ def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
 
 
 def comparable_after(lines: list[dict[str, Any]]) -> int:
-    """The step after which all evaluations are of the same targets."""
+    """Return the step after which all evaluations have the same targets."""
     for line in reversed(lines):
         step = line.get("comparable_after")
         if isinstance(step, int):

@@ -1,4 +1,4 @@
-"""Where a run goes: into a new directory, or into that of a run to resume or to overwrite."""
+"""The choice of a run's directory: a new one, or that of a run to resume or to overwrite."""
 
 import json
 import os
@@ -23,18 +23,18 @@ from jgpt.runs.manifest import MANIFEST, parse_file
 from jgpt.runs.provenance import known_micro_batches, known_text
 
 _PARTS = {"model", "optimizer", "dataset"}
-"""The parts that every config.json of jgpt has; other programs write files of that name, too."""
+"""The parts of every config.json of jgpt; other programs write files of that name, too."""
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What the directory of a run says. Training reads it once, before anything is decided."""
+    """The contents of a run's directory. Training reads them once, before anything is decided."""
 
     path: Path
     config: TrainConfig
     tokenizer: Tokenizer
     checkpoints: list[int]
-    """Their steps, oldest first."""
+    """The steps of the checkpoints, oldest first."""
     provenance: list[dict[str, Any]]
     """A line for the start and for each resumption."""
 
@@ -49,7 +49,7 @@ class SavedRun:
 
     @property
     def text(self) -> KnownText | None:
-        """The text of the run's first start, and where it was; None if that wasn't recorded."""
+        """The text of the run's first start, and its sources; None if that wasn't recorded."""
         known = known_text(self.provenance)
         if known is None:
             return None
@@ -57,27 +57,27 @@ class SavedRun:
 
     @property
     def micro_batches(self) -> int | None:
-        """The micro-batches of the last start, if they were recorded."""
+        """The number of micro-batches in the last start, or None if it wasn't recorded."""
         return known_micro_batches(self.provenance)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The directory of a run that starts, and what happens to the run in it."""
+    """The directory of a run that starts, and the run in it."""
 
     path: Path
     mode: Mode
     saved: SavedRun | None = None
     """The run to resume."""
     checkpoints: tuple[int, ...] = ()
-    """The steps of the checkpoints that are there."""
+    """The steps of the existing checkpoints."""
 
 
 def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Target:
-    """Where a config's run goes. Nothing is written.
+    """Choose the directory of a config's run. Nothing is written.
 
-    To resume a run that doesn't exist is to start it, and so is to overwrite it.
-    Raises ValueError or OSError for a directory that is in use, or not a run's.
+    If the run to resume or to overwrite doesn't exist, it is started. Raises ValueError or OSError
+    for a directory that is in use, or not a run's.
     """
     if resume and overwrite:
         raise ValueError(
@@ -108,12 +108,12 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     saved = SavedRun.read(path)
     checkpoints = tuple(saved.checkpoints)
     if overwrite:
-        # what is deleted must be a run's
+        # Only a run may be deleted.
         _require_manifests(path, checkpoints)
         return Target(path, "overwrite", checkpoints=checkpoints)
     if resume:
         return Target(path, "resume", saved, checkpoints)
-    # one that failed before its first step has nothing to lose
+    # A run that failed before its first step has nothing to lose.
     if RunDirectory(path).has_trained():
         raise FileExistsError(
             Message(
@@ -128,16 +128,16 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
 
 
 def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
-    """The config of a run, and which of its parts the file itself has."""
+    """Return the config of a run, and which of its parts are in the file."""
     config = from_json(TrainConfig, text)
     return config, set(json.loads(text))
 
 
 def _unused_path(name: str) -> Path:
-    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
+    """Return runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
     path = Path("runs") / name
     require_storable(path)
-    # another process may take the same name meanwhile: the lock of the directory decides
+    # Another process may take the same name meanwhile; the lock of the directory decides.
     number = 1
     while path.exists():
         number += 1
@@ -157,7 +157,7 @@ def _require_unused_name(path: Path) -> None:
 
 
 def _require_manifests(path: Path, checkpoints: Iterable[int]) -> None:
-    """Raise ValueError for a folder that has a checkpoint's name and was not written as one."""
+    """Raise ValueError for a folder that is named like a checkpoint but was not written as one."""
     for step in checkpoints:
         manifest = path / CHECKPOINTS / str(step) / MANIFEST
         if not manifest.is_file():

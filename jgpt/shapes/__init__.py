@@ -1,1 +1,1 @@
-"""Shapes: the contract, results inside a call, proofs."""
+"""Shapes: the contract, results inside a call, and proofs."""

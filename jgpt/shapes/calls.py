@@ -1,4 +1,4 @@
-"""Calls of typed functions: their paths, and those who watch them."""
+"""Calls of typed functions: their paths, and the watchers of calls."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,14 @@ class TypedCall:
     """A call of a `@typed` function, the argument of a watcher."""
 
     path: str
-    """The module's path in the outermost module, then the method or function called unless it is
-    the module's own call: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The
-    model itself is the empty path."""
+    """The module's path in the outermost module, followed by the method or function, unless the
+    call is the module's own: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The
+    path of the model itself is empty."""
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    """By name, `self` and defaults included."""
+    """The arguments by name, with `self` and defaults."""
     annotations: dict[str, Any]
-    """By name; that of the result is `return`."""
+    """The annotations by name; that of the result is `return`."""
 
 
 Watch = Callable[[TypedCall], Callable[[Any], Any] | None]
@@ -36,19 +36,19 @@ Watch = Callable[[TypedCall], Callable[[Any], Any] | None]
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where calls are: the path of the calling module, and the modules whose paths are known."""
+    """The place of calls: the path of the calling module, and the modules whose paths are known."""
 
     path: str
     modules: dict[int, tuple[str, Any]]
-    """Path and module by the module's id. It holds the module, so that no other gets its id."""
+    """Path and module by the module's id. The module is stored so that no other can get its id."""
 
 
 @dataclasses.dataclass(eq=False)
 class _ProgramKey:
-    """What JAX's compiled programs are cached by while something watches."""
+    """A part of the key of JAX's compiled programs while a watcher is active."""
 
     is_used: bool = False
-    """Whether a program that was traced meanwhile may hold what a watcher replaced."""
+    """Whether a program traced in this time may contain results that a watcher replaced."""
 
 
 _WATCHES: ContextVar[tuple[Watch, ...]] = ContextVar("watches", default=())
@@ -56,10 +56,10 @@ _PLACE: ContextVar[_Place] = ContextVar("place", default=_Place("", {}))  # noqa
 _INNERMOST: ContextVar[tuple[_ProgramKey, Any] | None] = ContextVar("innermost", default=None)
 """The key of the innermost watcher, and JAX's trace when it began."""
 _UNUSED_KEYS: list[_ProgramKey] = []
-"""Keys of which no program holds a typed call.
+"""Keys for which no program contains a typed call.
 
-A new key for each `watching` would compile JAX's own operations anew each time, which takes seconds
-for an eager model.
+A new key for each `watching` would compile JAX's own operations each time, which takes seconds for
+an eager model.
 """
 _CONTEXT_LOCK = threading.Lock()
 
@@ -79,14 +79,14 @@ def set_context(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Call `watch` before every typed call of this thread.
+    """Call `watch` before each `@typed` call on this thread.
 
-    It may return a function of the result. What that returns replaces the result, and is checked
-    like any other. Of nested watchers the outer one is called first, and the inner one sees the
-    result first. A program that `jit` compiled before is traced anew within each `watching`, so
-    `watch` is called once for each of its calls. A replacement ends with the block. A scan over the
-    blocks and rematerialisation trace one block, whose path is `blocks.*`.
-    Raises ValueError where checks are switched off.
+    It may return a function of the result. The value of that function replaces the result, and is
+    checked like any other. Among nested watchers, the outer one is called first, and the inner one
+    receives the result first. A program that `jit` compiled before is traced again within each
+    `watching`, so `watch` is called once for each of its calls. A replacement ends with the block.
+    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`. Raises
+    ValueError if checks are switched off.
     """
     if not callable(watch):
         raise TypeError(f"watching needs a function of a TypedCall, not {describe_value(watch)}")
@@ -94,7 +94,7 @@ def watching(watch: Watch) -> Iterator[None]:
         raise ValueError("watching needs the shape checks, which are switched off")
     from jax.extend.core import get_opaque_trace_state
 
-    # popping is atomic: two threads never share a key, and so never each other's programs
+    # Popping is atomic, so two threads never share a key, nor each other's programs.
     try:
         key = _UNUSED_KEYS.pop()
     except IndexError:
@@ -107,30 +107,32 @@ def watching(watch: Watch) -> Iterator[None]:
         ):
             yield
     finally:
-        # the programs of a used key hold replaced results, and must not be found again
+        # The programs of a used key contain replaced results and must not be found again.
         if not key.is_used:
             _UNUSED_KEYS.append(key)
 
 
 def is_watched() -> bool:
-    """Whether something watches the typed calls of this thread."""
+    """Return whether a watcher is active for typed calls on this thread."""
     return bool(_WATCHES.get())
 
 
 def call_watched(
     function: Callable[..., Any], bound: inspect.BoundArguments, hints: dict[str, Any]
 ) -> Any:
-    """Call a function; tell the watches, and let them replace the result."""
+    """Call a function, with the watchers called before it and their replacements applied to its
+    result."""
     watches = _WATCHES.get()
     place_of_call = module_path_of(bound.arguments.get("self"))
     path = place_of_call.path
-    # a module's own call has the module's path
+    # The path of a module's own call is that of the module.
     if function.__name__ != "__call__":
         path = f"{path}.{function.__name__}".removeprefix(".")
     call = TypedCall(path, function, bound.arguments, hints)
 
     _note_program()
-    with _unwatched():  # or a watcher that calls typed functions would watch itself without end
+    # otherwise a watcher that calls typed functions would watch itself without end
+    with _unwatched():
         replacements = [watch(call) for watch in watches]
     for replace in replacements:
         if replace is not None and not callable(replace):
@@ -138,12 +140,12 @@ def call_watched(
                 f"a watch returns a function of the result, not {describe_value(replace)}"
             )
 
-    # calls inside have paths from here on
+    # From here on, calls inside have paths.
     with set_context(_PLACE, place_of_call):
         result = function(*bound.args, **bound.kwargs)
 
     with _unwatched():
-        for replace in reversed(replacements):  # the inner watcher sees the result first
+        for replace in reversed(replacements):  # the inner watcher receives the result first
             if replace is not None:
                 result = replace(result)
     return result
@@ -151,7 +153,7 @@ def call_watched(
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """Nothing watches in the block, and its programs are not those of a watcher."""
+    """Disable watchers in the block, and keep its programs apart from those of a watcher."""
     with (
         program_context()(None),
         set_context(_INNERMOST, None),
@@ -164,11 +166,11 @@ def _unwatched() -> Iterator[None]:
 
 
 def program_context() -> Any:
-    """JAX's context that compiled programs are cached by.
+    """Return JAX's context that is a part of the key of compiled programs.
 
-    Made at the first typed call: programs from before it are compiled anew.
+    It is made at the first typed call; programs from before are compiled again.
     """
-    # `functools.cache` alone lets two threads make two contexts, of which one would be forgotten
+    # With `functools.cache` alone, two threads could make two contexts and lose one of them.
     with _CONTEXT_LOCK:
         return _make_program_context()
 
@@ -181,7 +183,7 @@ def _make_program_context() -> Any:
 
 
 def _note_program() -> None:
-    """Note if a typed call is in a program that JAX may cache, for the innermost watcher."""
+    """Note for the innermost watcher whether a typed call is in a program that JAX may cache."""
     from jax.extend import core
 
     innermost = _INNERMOST.get()
@@ -189,7 +191,7 @@ def _note_program() -> None:
     key, trace_outside = innermost
     if key.is_used or core.get_opaque_trace_state() == trace_outside:
         return
-    # an eager vmap or gradient caches nothing
+    # An eager vmap or gradient caches nothing.
     key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -207,7 +209,7 @@ def called_in(module: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def module_path_of(module: Any) -> _Place:
-    """The path of a module (of the calling module, for a function), and all known modules."""
+    """Return the path of a module (for a function: of its caller), and all known modules."""
     from flax import nnx
 
     current = _PLACE.get()
@@ -215,7 +217,7 @@ def module_path_of(module: Any) -> _Place:
         return current
     modules = current.modules
     if id(module) not in modules:
-        # the outermost module, or a copy that a transformation made of one: its parts are new
+        # The outermost module, or a copy that a transformation made, whose parts are new.
         modules = dict(modules)
         for keys, part in nnx.iter_modules(module):
             names = [str(key) for key in keys]

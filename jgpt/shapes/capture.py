@@ -1,4 +1,4 @@
-"""Results inside a call, captured and edited by their path."""
+"""Capturing and editing of results inside a call, by their path."""
 
 import dataclasses
 import difflib
@@ -16,12 +16,12 @@ from jgpt.shapes.contract import typed
 
 @typed
 def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
-    """A function that calls the model and returns results of typed calls inside, by their path.
+    """Return a function that calls the model and returns results of typed calls inside, by path.
 
-    `blocks.1.attention` is a module, `blocks.1.attention.merge_heads` a function that it calls;
-    `*` stands for any one part. Further calls of a path are numbered: `split_heads[1]`. Blocks
-    run in turn, even if the config scans them. Raises ValueError without a path, for a path that
-    no call has, and under a mesh.
+    `blocks.1.attention` is a module, and `blocks.1.attention.merge_heads` a function that it calls;
+    `*` stands for any one part. Repeated calls of a path are numbered: `split_heads[1]`. Blocks run
+    in a loop, even if the config scans them. Raises ValueError without a path, for a path that no
+    call has, and under a mesh.
     """
     if not paths:
         raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
@@ -44,7 +44,8 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
         def keeping(path: str, _: Any) -> Callable[[Any], Any]:
             return functools.partial(keep, path)
 
-        # as a replacement that replaces nothing: a watcher alone is called before there is a result
+        # A replacement that changes nothing, since a watcher itself is called before there is a
+        # result.
         _call_watched(model, paths, keeping, *args, **kwargs)
         return found
 
@@ -53,14 +54,14 @@ def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
 
 @typed
 def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """The model, to be called with results inside replaced by functions of them.
+    """Return a copy of the model in which functions replace results inside.
 
-    Paths are those of `capture`. A new result is checked like the old one. An edited language
-    model can be sampled, by `generate`: without a KV cache, so that the functions see the whole
-    context for each token, padded to `block_size` at its end. Raises ValueError for a path that
-    no call has.
+    Paths are those of `capture`. A new result is checked like the old one. `generate` can sample an
+    edited language model. It does so without a KV cache, so that the functions receive the whole
+    context for each token, padded to `block_size` at its end. Raises ValueError for a path that no
+    call has.
     """
-    # what `generate` calls, and what an edited MLP or head lacks
+    # `generate` calls these, and an edited MLP or head lacks them.
     is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")
     if is_language_model:
         return _EditedLanguageModel(model, edits)
@@ -68,12 +69,12 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
 
 
 class _Edited(nnx.Module):
-    """A module that is called with results inside replaced."""
+    """A module whose results inside are replaced when it is called."""
 
     @typed
     def __init__(self, model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> None:
         self.model = model
-        # not a dictionary: NNX compares and hashes what isn't an array, as `jit` caches by it
+        # A tuple rather than a dictionary, since NNX compares and hashes this for `jit`'s cache.
         self.edits = tuple(edits.items())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,17 +105,17 @@ class _EditedLanguageModel(_Edited):
         model = _in_turn(self.model)
         with called_in(model), watching(self._watch):
             logits = model.logits(x)
-        # the model's own call, whose path is empty, isn't made
+        # The model's own call, whose path is empty, isn't made.
         edit_of_model = dict(self.edits).get("")
         if edit_of_model is None:
             return logits
         return edit_of_model(logits)
 
     def _require_paths(self, tokens: Any) -> None:
-        """Raise ValueError for a path that nothing has.
+        """Raise ValueError for a path that no call has.
 
-        A path may be in `logits` alone, so that only a whole call knows all paths. It is traced,
-        and nothing is computed.
+        A path may be only in `logits`, so only a complete call has all paths. It is traced, and
+        nothing is computed.
         """
 
         def unchanged(*_: Any) -> Callable[[Any], Any]:
@@ -124,7 +125,7 @@ class _EditedLanguageModel(_Edited):
         jax.eval_shape(whole_call, tokens)
 
     def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
-        """The function of the first pattern that fits a call, to replace its result."""
+        """Return the function of the first pattern that matches a call, to replace its result."""
         for pattern, function in self.edits:
             if _fits(pattern, call.path):
                 return function
@@ -132,7 +133,7 @@ class _EditedLanguageModel(_Edited):
 
 
 def _fits(pattern: str, path: str) -> bool:
-    """Whether a path is of a pattern, in which `*` stands for one part."""
+    """Return whether a path matches a pattern, in which `*` stands for one part."""
     expression = re.escape(pattern).replace(r"\*", r"[^.]+")
     return re.fullmatch(expression, path) is not None
 
@@ -145,12 +146,12 @@ def _call_watched(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the model with `args` and `kwargs`, and change results inside whose paths fit patterns.
+    """Call the model with `args` and `kwargs`, and change results whose paths match patterns.
 
-    `change(path, pattern)` returns the function of such a result that replaces it. A path has the
-    first pattern that fits. Raises ValueError for a pattern that fits no path.
+    `change(path, pattern)` returns the function that replaces such a result. The first matching
+    pattern applies. Raises ValueError for a pattern that matches no path.
     """
-    # `/` above: the model's own call may have arguments called `model` or `patterns`
+    # `/` in the signature, since the model's own call may have arguments `model` or `patterns`.
     patterns = list(patterns)
     paths: set[str] = set()  # of all calls, for a suggestion
     used: set[str] = set()
@@ -165,7 +166,7 @@ def _call_watched(
 
     with watching(watch):
         result = _in_turn(model)(*args, **kwargs)
-    # known only now: which calls a model makes is decided while it runs
+    # Known only now, since a model decides at run time which calls it makes.
     for pattern in patterns:
         if pattern not in used:
             raise ValueError(f"no typed call has the path {pattern!r}{_suggestion(pattern, paths)}")
@@ -173,7 +174,7 @@ def _call_watched(
 
 
 def _suggestion(pattern: str, paths: Iterable[str]) -> str:
-    """The path that was perhaps meant, to append to a message, or an empty string."""
+    """Return a similar path as a suggestion at the end of a message, or an empty string."""
     close = difflib.get_close_matches(pattern, paths, n=1)
     if not close:
         return ""
@@ -181,13 +182,14 @@ def _suggestion(pattern: str, paths: Iterable[str]) -> str:
 
 
 def _in_turn(model: nnx.Module) -> Any:
-    """The model with blocks in a loop, where a result belongs to no inner trace."""
+    """Return a copy of the model that runs its blocks in a loop, so that no inner trace holds a
+    result."""
     config = getattr(model, "config", None)
     options = {"scan_layers": False, "remat": False}
-    # a custom model may have neither a config nor these fields in it
+    # A custom model may have no config, or a config without these fields.
     if config is None or not any(getattr(config, name, False) for name in options):
         return model
-    # a copy of the module's structure, with the same arrays
+    # A copy of the module's structure, with the same arrays.
     copy: Any = nnx.merge(*nnx.split(model))
     copy.config = dataclasses.replace(config, **options)
     return copy

@@ -52,9 +52,9 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             return function(*args, **kwargs)
         try:
             result, error = checked()(*args, **kwargs)
-        except TypeError as misfit:  # from binding the arguments: all else is returned
+        except TypeError as misfit:  # from binding the arguments; all other errors are returned
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
-        # raised here, outside of `jaxtyped`, which would add a note to it
+        # Raised here, outside of `jaxtyped`, which would add a note to it.
         if error is not None:
             raise error
         return result
@@ -77,23 +77,24 @@ def check(value: Result, annotation: Any) -> Result:
         )
     reason = array_mismatch(annotation, value)
     if reason:
-        frame = sys._getframe(1)  # the function that calls `check`
+        frame = sys._getframe(1)  # the caller of `check`
         name = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         raise _error(f"{name}() computed a wrong intermediate", annotation, value, reason)
     return value
 
 
 def host_record(kind: type[Record]) -> type[Record]:
-    """Check a dataclass's fields against their annotations when it is made."""
-    # sizes are bound in the order of the fields: those of a record have to agree with each other
+    """Check a dataclass's fields against their annotations when an instance is made."""
+    # Sizes are bound in the order of the fields, and all fields of a record must agree.
     kind.__init__ = typed(kind.__init__)
     return kind
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """A `host_record` that JAX takes apart and rebuilds unchecked: leaves may be anything.
+    """Make a dataclass a `host_record` and a JAX pytree, which JAX rebuilds unchecked, with any
+    leaves.
 
-    As for `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
+    As in `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
     import jax
 
@@ -111,7 +112,7 @@ def record(kind: type[Record]) -> type[Record]:
         return leaves, fixed
 
     def unflatten(fixed: tuple[Any, ...], leaves: Iterable[Any]) -> Record:
-        # without `__init__`, whose checks would reject what JAX puts in place of arrays
+        # Without `__init__`, whose checks would reject JAX's placeholders for arrays.
         instance = object.__new__(kind)
         vars(instance).update(zip(dynamic, leaves, strict=True))
         vars(instance).update(zip(static, fixed, strict=True))
@@ -122,11 +123,12 @@ def record(kind: type[Record]) -> type[Record]:
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
-    """The function in its own jaxtyping scope; returns its result and the error that it raised.
+    """Wrap a function in its own jaxtyping scope, to return its result and the error that it
+    raised.
 
     `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
-    # programs that were compiled outside JAX's context of watchers would be compiled anew in it
+    # Programs that were compiled outside this context would be compiled again inside it.
     program_context()
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
@@ -154,13 +156,13 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
             return None, _error(what, hints["return"], result, reason)
         return result, None
 
-    # jaxtyping reads from it what braces may name
+    # jaxtyping reads from it which names braces may contain.
     call.__signature__ = signature  # type: ignore[attr-defined]
     return jaxtyped(call, typechecker=None)
 
 
 def _dimension_names(hints: dict[str, Any]) -> set[str]:
-    """All words in the annotations but those in braces, the names of dimensions among them."""
+    """Return all words in the annotations outside braces, which include the names of dimensions."""
     text = " ".join(map(str, hints.values()))
     return set(re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text)))
 
@@ -168,7 +170,7 @@ def _dimension_names(hints: dict[str, Any]) -> set[str]:
 def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> None:
     """Bind the symbols of a proof, or those in the arguments, so that braces may name them."""
     symbols = SYMBOLS.get()
-    if not symbols:  # as nearly always: then there are some under `jax.export` alone
+    if not symbols:  # the usual case; then only `jax.export` has symbols
         symbols = symbols_in(bound.arguments.values(), own_names)
     for name, size in symbols.items():
         bind_size(name, size)
@@ -177,9 +179,9 @@ def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> None:
 def _argument_error(
     subject: str, bound: inspect.BoundArguments, hints: dict[str, Any]
 ) -> TypeCheckError | None:
-    """The error of the first argument that does not match, and None if all match.
+    """Return the error of the first argument that does not match, or None.
 
-    Binds sizes in the order of the signature.
+    This binds sizes in the order of the signature.
     """
     for name, parameter in bound.signature.parameters.items():
         if name not in hints:
@@ -200,7 +202,8 @@ def _argument_error(
 
 
 def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
-    """The four lines of an error: what is wrong, what was expected, what came, and why."""
+    """Make an error of four lines: the subject, the expected annotation, the value, and the
+    reason."""
     expected = describe_annotation(hint)
     sizes = ", ".join(f"{name}={size}" for name, size in bound_sizes(expected))
     if sizes:

@@ -1,4 +1,4 @@
-"""Values and annotations in words, for the messages of the shape contract."""
+"""Descriptions of values and annotations for the messages of the shape contract."""
 
 import re
 import reprlib
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def is_array(hint: Any) -> bool:
-    """Whether an annotation is that of one array."""
+    """Return whether an annotation is that of a single array."""
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
@@ -22,7 +22,7 @@ def by_dimension(hint: Any, values: Sequence[Value]) -> Iterator[tuple[str, Sequ
     A dimension such as `*batch` has a part of any length.
     """
     names = hint.dim_str.split()
-    # an annotation has at most one such dimension, so that all others have one value each
+    # An annotation has at most one such dimension, so every other one has a single value.
     length_of_variadic = len(values) - len(names) + 1
     start = 0
     for name in names:
@@ -34,37 +34,38 @@ def by_dimension(hint: Any, values: Sequence[Value]) -> Iterator[tuple[str, Sequ
 
 
 def is_shaped(value: Any) -> bool:
-    """Whether a value is like an array."""
-    # a `shape` alone would not do: `nnx.Rngs` makes a stream of any attribute that is asked for
+    """Return whether a value has the attributes of an array."""
+    # `shape` is not enough: `nnx.Rngs` makes a stream for any attribute.
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
 
 class _Repr(reprlib.Repr):
-    """Formats arrays, in containers too, as dtype and shape; other objects as their class."""
+    """A formatter that writes arrays, also inside containers, as dtype and shape, and other objects
+    as their class."""
 
     def repr1(self, x: Any, level: int) -> str:
         if is_shaped(x):
             sizes = ",".join(str(size) for size in x.shape)
             return f"{x.dtype}[{sizes}]"
-        # the text of an object may be pages long, as that of a module with its weights is
+        # The text of an object may be pages long, for example that of a module with its weights.
         if type(x).__module__ != "builtins":
             return f"{type(x).__name__} object"
         return super().repr1(x, level)
 
 
 def describe_value(value: Any) -> str:
-    """A value in one short line: `float32[2,5]`, `GPT object`, `'text'`."""
+    """Describe a value in one short line: `float32[2,5]`, `GPT object`, `'text'`."""
     return _Repr().repr(value)
 
 
 def describe_annotation(hint: Any) -> str:
-    """An annotation as it is written in source, without module names."""
+    """Return an annotation as written in source, without module names."""
     if hint is types.NoneType:
         return "None"
     text = str(hint)
-    if isinstance(hint, type):  # whose text is `<class 'int'>`
+    if isinstance(hint, type):  # its text is `<class 'int'>`
         text = hint.__name__
-    # dots between quotes are the dimensions' (`{self.embed_dim}`), all others are of modules
+    # Dots between quotes belong to dimensions (`{self.embed_dim}`), all others to module names.
     quoted_or_module = r"('[^']*')|\b(?:\w+\.)+(?=\w)"
 
     def without_module(match: re.Match[str]) -> str:

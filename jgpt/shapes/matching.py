@@ -1,4 +1,4 @@
-"""Whether a value matches an annotation. Binds the sizes that the annotation names."""
+"""Matching of values with annotations, which binds the sizes that an annotation names."""
 
 import contextlib
 import functools
@@ -18,14 +18,14 @@ from jaxtyping import AnnotationError, Shaped
 
 from jgpt.shapes.describe import describe_annotation, describe_value, is_array, is_shaped
 
-# with PEP 484's numeric tower an int is a float: 0 is a valid `dropout: float`
+# With PEP 484's numeric tower an int is a float: 0 is a valid `dropout: float`.
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)
 _UNIONS = (typing.Union, types.UnionType)  # `Optional[int]` and `int | None`
 
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
 """During a proof: symbolic sizes, and the functions that braces may use."""
 SIZE_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
-"""Functions in JAX's text of a symbolic size that Python lacks."""
+"""Functions that appear in JAX's text of a symbolic size and that Python lacks."""
 _IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # a view of one byte
 
 
@@ -33,9 +33,9 @@ _IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # a view of one byte
 
 
 def mismatch(hint: Any, value: Any) -> str:
-    """The reason why a value does not match an annotation, or an empty string.
+    """Return the reason why a value does not match an annotation, or an empty string.
 
-    Binds the sizes that the annotation names.
+    This binds the sizes that the annotation names.
     """
     if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
         return ""
@@ -43,7 +43,7 @@ def mismatch(hint: Any, value: Any) -> str:
         return array_mismatch(hint, value)
     if get_origin(hint) in _UNIONS:
         return _union_mismatch(hint, value)
-    # beartype would check the items of a tuple too, but say less of the one that is wrong
+    # beartype would also check the items of a tuple, but describes the wrong item less precisely.
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
         return _tuple_mismatch(hint, value)
     if _is_tree_of_arrays(hint):
@@ -52,14 +52,14 @@ def mismatch(hint: Any, value: Any) -> str:
 
 
 def _union_mismatch(hint: Any, value: Any) -> str:
-    """The reason for `X | None`, which is most unions, and for those of several alternatives."""
+    """Return the reason for `X | None`, the most common union, or for several alternatives."""
     alternatives = [part for part in get_args(hint) if part is not types.NoneType]
     matches = value is None
     if len(alternatives) > 1:
         matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
     if matches:
         return ""
-    # of several alternatives, the first one is what the message speaks of
+    # Among several alternatives, the message describes the first.
     return mismatch(alternatives[0], value)
 
 
@@ -75,7 +75,7 @@ def _tuple_mismatch(hint: Any, value: Any) -> str:
 
 
 def _other_mismatch(hint: Any, value: Any) -> str:
-    """beartype's reason, shortened."""
+    """Return beartype's reason, shortened."""
     try:
         die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
     except BeartypeCallHintViolation as violation:
@@ -91,7 +91,7 @@ def _other_mismatch(hint: Any, value: Any) -> str:
 
 
 def array_mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason, except where it lists dtypes or names classes."""
+    """Return jaxtyping's reason, or a shorter one where it lists dtypes or names classes."""
     import jax
 
     reason = _jaxtyping_mismatch(hint, value)
@@ -100,11 +100,11 @@ def array_mismatch(hint: Any, value: Any) -> str:
     if dtype == "Key":
         advice = ": jax.random.key makes one"
 
-    # A wrong dtype, or a wrong shape. jaxtyping lists every dtype that a `Float` may have.
+    # A wrong dtype or shape. jaxtyping lists every dtype that a `Float` may have.
     if "array type" not in reason:
         return re.sub(", not .* as expected.*", f", which is no {dtype}{advice}", reason)
 
-    # no array at all, or one of another library: jaxtyping names classes, such as `ArrayImpl`
+    # Not an array, or one of another library; jaxtyping names classes such as `ArrayImpl`.
     library = "JAX"
     function = "jnp.asarray"
     if hint.array_type is np.ndarray:
@@ -120,7 +120,8 @@ def array_mismatch(hint: Any, value: Any) -> str:
 
 
 def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
-    """jaxtyping's reason why a value does not match an array annotation, or an empty string."""
+    """Return jaxtyping's reason why a value does not match an array annotation, or an empty
+    string."""
     try:
         return hint.__instancecheck_str__(value)
     except AnnotationError:
@@ -130,28 +131,29 @@ def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
 
 
 def bind_size(name: str, size: Any) -> None:
-    """Bind a name to a size that may be anything, for the enclosing typed call."""
-    # jaxtyping binds the sizes of arrays alone
+    """Bind a name to a size of any value, for the enclosing typed call."""
+    # jaxtyping binds only the sizes of arrays.
     _jaxtyping_mismatch(Shaped[Any, name], _fake_array(size))
 
 
 def _fake_array(size: Any) -> Any:
-    """What jaxtyping takes for an array of one dimension, whose size may be anything."""
+    """Return an object that jaxtyping treats as an array of one dimension with this size."""
     return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
 
 
 def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
-    """The sizes bound to the names and braces in the text of an annotation.
+    """Yield the sizes bound to the names and braces in the text of an annotation.
 
-    jaxtyping has no function that tells them, but states a bound size when it rejects an array of
-    a size that nothing has.
+    jaxtyping has no function that returns them, but its message names a bound size when it rejects
+    an array of an impossible size.
     """
     quoted = " ".join(re.findall(r'"([^"]*)"', annotation))
     dimensions = re.findall(r"\{[^}]*\}|\w+", quoted)
     for dimension in dict.fromkeys(dimensions):  # each once, in the order of the text
-        # a name may be bound as one dimension or as several
+        # A name may be bound as one dimension or as several.
         for pattern in (dimension, f"*{dimension}"):
-            with contextlib.suppress(Exception):  # a brace that can't be evaluated is the reason
+            # a brace that can't be evaluated is the reason itself
+            with contextlib.suppress(Exception):
                 reason = _jaxtyping_mismatch(Shaped[np.ndarray, pattern], _IMPOSSIBLE_SIZE)
                 found = re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", reason)
                 if found:
@@ -163,7 +165,7 @@ def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_tree_of_arrays(hint: Any) -> bool:
-    """Whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
+    """Return whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
     leaf: Any = getattr(hint, "leaftype", None)
     if leaf is None:
         return False
@@ -176,42 +178,43 @@ def _is_tree_of_arrays(hint: Any) -> bool:
     for alternative in alternatives:
         if not is_array(alternative) or alternative.array_type not in (jax.Array, np.ndarray):
             return False
-    # `?size` in one of several alternatives has no name that could be made the leaf's
+    # Inside several alternatives, `?size` has no name that a leaf's name could replace.
     return "?" not in str(leaf) or len(alternatives) == 1
 
 
 def _tree_mismatch(hint: Any, tree: Any) -> str:
-    """Check as jaxtyping does, but without making a type checker for each call."""
+    """Check a tree as jaxtyping does, but without making a type checker for each call."""
     import jax
     from jaxtyping import PyTree
 
     if tree is None:
         return ""
-    # the first tree of a name binds its structure, as the first array of a name binds its size
+    # The first tree of a name binds its structure, as the first array of a name binds its size.
     if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
         return "its structure is not that of the tree it must match"
     has_own_sizes = "?" in str(hint.leaftype)
     for index, leaf in enumerate(jax.tree.leaves(tree)):
-        # the same for the same leaf of each tree of this name, such as weights and gradients
+        # The suffix is equal for the same leaf of each tree of this name, such as weights and
+        # gradients.
         suffix = f"_{hint.structure}{index}"
         leaf_hint = hint.leaftype
         if has_own_sizes:
             leaf_hint = _leaf_annotation(leaf_hint, suffix)
         reason = mismatch(leaf_hint, leaf).replace(suffix, "")
         if reason:
-            # paths are costly, so only the wrong leaf's is made
+            # Paths are slow to make, so only the wrong leaf's path is made.
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
-            if not path:  # the tree is one leaf
+            if not path:  # the tree is a single leaf
                 return reason
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             return f"its leaf {name} is {describe_value(leaf)}: {reason}"
     return ""
 
 
-# jaxtyping makes a class for each text of dimensions
+# jaxtyping makes a class for each text of dimensions.
 @functools.cache
 def _leaf_annotation(hint: Any, suffix: str) -> Any:
-    """An array annotation for one leaf: `?size` becomes `size_LEAF`."""
+    """Make an array annotation for one leaf: `?size` becomes `size_LEAF`."""
     dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
 
@@ -220,8 +223,8 @@ def _leaf_annotation(hint: Any, suffix: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The value with an integer in place of each symbolic size, which beartype takes for none."""
-    if type(value) is tuple:  # not a subclass, whose constructor may be another
+    """Replace each symbolic size in a value by an integer, since beartype rejects symbols."""
+    if type(value) is tuple:  # not a subclass, whose constructor may differ
         return tuple(_with_numbers(item) for item in value)
     if _is_symbolic(value):
         return 1
@@ -229,8 +232,8 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether a value is a symbolic size, as in a proof and in `jax.export`."""
-    # most values are none of these, and data needs the contract without loading JAX
+    """Return whether a value is a symbolic size, as in a proof and in `jax.export`."""
+    # Most values are one of these, and the data code needs the contract without loading JAX.
     if value is None or isinstance(value, (int, float, str)):
         return False
 
@@ -240,9 +243,9 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
-    """The symbols in the sizes of a call's arrays and integers, as braces may spell them.
+    """Return the symbols in the sizes of a call's arrays and integers, as braces may write them.
 
-    A symbol with the name of a dimension of the call is left to that dimension.
+    A symbol that has the name of a dimension of the call is left out.
     """
     found: dict[str, Any] = {}
     for value in values:
@@ -256,13 +259,13 @@ def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
 
 
 def _symbols_of(size: Any) -> dict[str, Any]:
-    """The symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
+    """Return the symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
     import jax
 
     found: dict[str, Any] = {}
     for name in re.findall(r"[A-Za-z_]\w*", str(size)):
         if name in SIZE_FUNCTIONS:
             found[name] = SIZE_FUNCTIONS[name]
-        elif name not in ("max", "min"):  # those are Python's own
+        elif name not in ("max", "min"):  # Python has these itself
             (found[name],) = jax.export.symbolic_shape(name, scope=size.scope)
     return found

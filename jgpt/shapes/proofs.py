@@ -37,16 +37,17 @@ from jgpt.shapes.sizes import (
 )
 
 MOST_CASES = 60
-"""A program that asks something of each of `t` positions would be split for ever."""
+"""The limit of cases, since a program that branches at each of `t` positions would split for
+ever."""
 LIBRARIES = tuple(
     f"{Path(str(module.__file__)).parent}/"
     for module in (jax, flax, optax, jaxtyping, beartype, np)
 )
-"""The folders of those who ask about a size to be faster, and not to compute something else."""
+"""The folders of libraries, which branch on a size for speed and not to compute something else."""
 _Patch = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
-"""An owner, the name of its attribute, our function and the one that it replaces."""
+"""An object, the name of its attribute, jgpt's function and the original one."""
 _LOCK = threading.RLock()
-"""Held by the thread that proves: methods of JAX's class of sizes are replaced for it."""
+"""Held by the thread of a proof, for which methods of JAX's class of sizes are replaced."""
 
 
 class _Open(BaseException):
@@ -54,9 +55,9 @@ class _Open(BaseException):
 
 
 class _Scale(float):
-    """A power or a quotient of open sizes: it scales numbers, and what it would decide is open.
+    """A power or a quotient of open sizes: it scales numbers, and comparisons with it are open.
 
-    Its value as a float is 1 and means nothing: values are not computed in a proof.
+    As a float it is 1, which means nothing, since values are not computed in a proof.
     """
 
     def _decides(self, *_: Any) -> Any:
@@ -73,7 +74,7 @@ class _Scale(float):
         return self._decides()
 
     def __ne__(self, other: object) -> bool:
-        # as in JAX's initialisers, which ask whether a mean of sizes is 0
+        # As in JAX's initialisers, which test whether a mean of sizes is 0.
         return not self == other
 
     __hash__ = float.__hash__
@@ -94,7 +95,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Proof:
-    """The cases of a proof. It is true if each is proven or refused, and one is proven."""
+    """The cases of a proof. It is true if each case is proven or refused, and at least one is
+    proven."""
 
     cases: tuple[Case, ...]
 
@@ -138,8 +140,8 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
         outcome = _try_case(function, parsed, names, constraints)
         if isinstance(outcome, Case):
             cases.append(outcome)
-        else:  # split: no sizes of the case are left out, for its parts are all of them
-            # the last is taken first, so that cases are listed in the order of their text
+        else:  # the parts of a case together cover all of its sizes
+            # The last case is taken first, so that cases are listed in the order of their text.
             todo += [(*constraints, part) for part in reversed(outcome)]
     return Proof(tuple(cases))
 
@@ -150,7 +152,7 @@ def _try_case(
     names: list[str],
     constraints: tuple[str, ...],
 ) -> Case | list[str]:
-    """Trace a case: its verdict, or the further constraints that it must be split by.
+    """Trace a case; return its verdict, or the further constraints that split it.
 
     The result is an empty list if the constraints hold for no sizes.
     """
@@ -159,7 +161,7 @@ def _try_case(
     except ValueError as error:
         if "nsatisfiable" in str(error):
             return []
-        # earlier constraints were used before: it is the last one, an equality of two sums
+        # Earlier constraints worked before, so this is the last one, an equality of two sums.
         return Case(constraints, "open", f"JAX can't use the constraint {constraints[-1]}")
     sizes = dict(zip(names, make_shape(" ".join(names), scope), strict=True))
     structs = []
@@ -167,7 +169,7 @@ def _try_case(
         structs.append(jax.ShapeDtypeStruct(make_shape(dimensions, scope), dtype))
 
     def call(*arguments: Any) -> None:
-        function(*arguments)  # its result may be no array
+        function(*arguments)  # its result may be anything, not only arrays
 
     try:
         with _LOCK, _raise_on_open_questions(sizes):
@@ -175,7 +177,7 @@ def _try_case(
             _require_whole_reshapes(traced.jaxpr)
     except (InconclusiveDimensionOperation, _Open) as error:
         parts = split_question(str(error))
-        # a question that was answered comes again if JAX can't use the answer
+        # If JAX can't use an answer, it repeats the question.
         is_new = set(parts).isdisjoint(constraints)
         if parts and is_new:
             return parts
@@ -183,9 +185,9 @@ def _try_case(
     except jaxtyping.TypeCheckError as error:
         return Case(constraints, "violated", _describe_error(error))
     except ValueError as error:
-        if "nsatisfiable" in str(error):  # JAX's, with a capital letter or without
+        if "nsatisfiable" in str(error):  # JAX's error, with a capital letter or without
             return []
-        # the program's own error is a verdict, one of a library may be a limit of tracing
+        # The program's own error is a verdict; an error of a library may be a limit of tracing.
         last = traceback.extract_tb(error.__traceback__)[-1].filename
         verdict = "open" if last.startswith(LIBRARIES) else "refused"
         return Case(constraints, verdict, _describe_error(error))
@@ -195,9 +197,9 @@ def _try_case(
 
 
 def _require_whole_reshapes(jaxpr: Any) -> None:
-    """What JAX checks of a reshape only when its sizes are numbers."""
+    """Check reshapes as JAX does when their sizes are numbers."""
     for equation in jaxpr.eqns:
-        # the programs inside, such as the body of a scan
+        # The programs inside, such as the body of a scan.
         for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(parameter):
                 _require_whole_reshapes(getattr(parameter, "jaxpr", parameter))
@@ -221,11 +223,11 @@ def _is_jaxpr(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _raise_on_open_questions(sizes: dict[str, Any]) -> Iterator[None]:
-    """Within it, an open equality or truth of a size is an error, as an open order is.
+    """Raise in the block for an open equality or truth of a size, as JAX does for an open order.
 
-    JAX answers an open `t == 1` with False and an open `if t % 4` with True, which would drop a
-    branch in silence. Libraries still get these answers, since they ask for speed only, and so
-    do other threads.
+    JAX evaluates an open `t == 1` as False and an open `if t % 4` as True, which would silently
+    drop a branch. Libraries still get these values, since they only ask for speed, and so do other
+    threads.
     """
     symbols: dict[str, Any] = {}
     for size in sizes.values():
@@ -248,12 +250,12 @@ def _raise_on_open_questions(sizes: dict[str, Any]) -> Iterator[None]:
 
 
 def _patched_comparisons() -> list[_Patch]:
-    """Equality and truth of sizes, which raise where JAX would decide an open question."""
+    """Replace equality and truth of sizes, to raise where JAX would decide an open question."""
     equal = Size.__eq__
 
     def equals(self: Any, other: Any) -> bool:
         if isinstance(other, Size) and other.scope is not self.scope:
-            return False  # of another case, in one of JAX's caches
+            return False  # a size of another case, in one of JAX's caches
         same = equal(self, other)
         if same is True or not isinstance(other, (int, Size)) or _a_library_asks():
             return same
@@ -270,7 +272,7 @@ def _patched_comparisons() -> list[_Patch]:
         return True
 
     def always_true(self: Any) -> bool:
-        return True  # as Python answers for a class without `__bool__`
+        return True  # Python's result for a class without `__bool__`
 
     return [
         (Size, "__eq__", equals, equal),
@@ -280,7 +282,7 @@ def _patched_comparisons() -> list[_Patch]:
 
 
 def _patched_arithmetic() -> list[_Patch]:
-    """Powers and quotients of sizes as `_Scale`, and what is multiplied with one."""
+    """Replace powers and quotients of sizes, and products with them, by `_Scale`."""
     power = Size.__pow__
     divide = Size.__truediv__
     divide_into = Size.__rtruediv__
@@ -292,7 +294,7 @@ def _patched_arithmetic() -> list[_Patch]:
             return _Scale(1)
         return power(self, exponent, modulo)
 
-    # a quotient is a float at all sizes; JAX makes it an array, which decides nothing either
+    # A quotient is a float for all sizes; JAX makes it an array, which decides nothing either.
     def quotient(self: Any, divisor: Any) -> Any:
         if isinstance(divisor, (int, float, Size)):
             return _Scale(1)
@@ -303,7 +305,7 @@ def _patched_arithmetic() -> list[_Patch]:
             return _Scale(1)
         return divide_into(self, dividend)
 
-    # a size times a quotient of sizes is no size any more: what it decides stays open
+    # A size times a quotient of sizes is no longer a size, so its comparisons stay open.
     def times(self: Any, factor: Any) -> Any:
         if isinstance(factor, _Scale):
             return factor
@@ -324,17 +326,17 @@ def _patched_arithmetic() -> list[_Patch]:
 
 
 def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
-    """The integer root of a size, as one more size, which is added to both dictionaries."""
+    """Replace the integer root of a size by a new size, which is added to both dictionaries."""
     isqrt = math.isqrt
 
     def root(size: Any) -> Any:
-        """Any size at all: what is proven for it is proven for the root."""
+        """Return a size of any value: a proof for all values includes the root."""
         if not isinstance(size, Size):
             return isqrt(size)
         name = f"isqrt_{restore_names(str(size))}"
         if not name.isidentifier():  # the root of an expression such as `2*t`
             raise _Open(f"the square root of {restore_names(str(size))}")
-        # the root of a size is the same wherever it is asked for
+        # The root of a size is the same everywhere.
         if name not in sizes:
             (sizes[name],) = make_shape(name, size.scope)
             symbols[str(sizes[name])] = sizes[name]
@@ -344,10 +346,11 @@ def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
 
 
 def _patched_fans() -> list[_Patch]:
-    """A patch of the fans that random weights are scaled by.
+    """Replace the fans that scale random weights.
 
-    JAX 0.12 asks whether an open fan, which is a traced number, is zero, and fails. The function is
-    private: with a JAX that lacks it, a weight of any width may be open, and a test fails.
+    JAX 0.12 tests whether an open fan, which is a traced number, is zero, and fails. The function
+    is private. If a version of JAX lacks it, weights of any width may still be open, and a test
+    fails.
     """
     try:
         initializers = importlib.import_module("jax._src.nn.initializers")
@@ -357,14 +360,14 @@ def _patched_fans() -> list[_Patch]:
 
     def fans(shape: Sequence[Any], *axes: Any, **named_axes: Any) -> tuple[Any, Any]:
         if any(isinstance(size, Size) for size in shape):
-            return 1, 1  # they scale values, and decide no shape
+            return 1, 1  # they scale values and decide no shape
         return compute_fans(shape, *axes, **named_axes)
 
     return [(initializers, "_compute_fans", fans, compute_fans)]
 
 
 def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for this thread, another for others."""
+    """Return a function that calls `ours` on this thread and `theirs` on others."""
     thread = threading.get_ident()
 
     def chosen(*args: Any, **named: Any) -> Any:
@@ -375,30 +378,31 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
     return chosen
 
 
-# --- who asks, and what is said ------------------------------------------------------------------
+# --- questions and errors ------------------------------------------------------------------------
 
 
 def _a_library_asks() -> bool:
-    """Whether a question comes from a library, rather than from the program that is proven."""
+    """Return whether a library asks a question, rather than the program that is proven."""
     frame = sys._getframe(1)
-    # this file's frames are those of the patches: who asks has called the outermost of them
+    # This file's frames are those of the patches; the question comes from the caller of the
+    # outermost.
     while frame.f_code.co_filename == __file__ and frame.f_back:
         frame = frame.f_back
     file = frame.f_code.co_filename
     if file.startswith(LIBRARIES):
         return True
-    # other people's packages are often in a folder of the standard library's
+    # Third-party packages are often in a folder inside the standard library's.
     standard = sysconfig.get_paths()["stdlib"]
     return file.startswith(standard) and "-packages" not in file
 
 
 def _describe_error(error: BaseException) -> str:
-    """An error in one line, with the last place in the program that is proven."""
+    """Describe an error in one line, with its last place in the program that is proven."""
     lines = str(error).splitlines()
     if not lines:
         lines = [type(error).__name__]
     text = lines[0]
-    # of the four lines of a typed call's error, the last is the reason
+    # A typed call's error has four lines, and the last one is the reason.
     if isinstance(error, TypeError) and len(lines) > 1:
         text += f" {lines[-1]}"
     text = restore_names(text)

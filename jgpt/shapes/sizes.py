@@ -22,7 +22,7 @@ _NAME = r"[A-Za-z_]\w*"
 
 
 def parse_array(array: str) -> tuple[Any, str]:
-    """The dtype and the dimensions in a text such as `float32[b t 8]`."""
+    """Return the dtype and the dimensions in a text such as `float32[b t 8]`."""
     problem = ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
     if found is None:
@@ -30,7 +30,7 @@ def parse_array(array: str) -> tuple[Any, str]:
     try:
         dtype = jnp.dtype(found[1])
         sizes = make_shape(found[2], jax.export.SymbolicScope())
-    # an unknown dtype is a TypeError, an expression that JAX can't read a ValueError
+    # An unknown dtype raises TypeError, an expression that JAX can't read ValueError.
     except (TypeError, ValueError):
         raise problem from None
     for size in sizes:
@@ -40,21 +40,21 @@ def parse_array(array: str) -> tuple[Any, str]:
 
 
 def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
-    """Sizes; those that the case fixes are numbers."""
+    """Return the sizes in a text; sizes that the case fixes are numbers."""
     with_commas = ", ".join(dimensions.split())
     return jax.export.symbolic_shape(rename_for_jax(with_commas), scope=scope)
 
 
 def names_in(text: str) -> list[str]:
-    """The sizes that a text names, not functions."""
-    functions = ("max", "min", *SIZE_FUNCTIONS)  # all that JAX's text of a size may call
+    """Return the sizes that a text names, without functions."""
+    functions = ("max", "min", *SIZE_FUNCTIONS)  # all functions in JAX's text of a size
     return [name for name in re.findall(_NAME, text) if name not in functions]
 
 
 def rename_for_jax(text: str) -> str:
     """Rename sizes to names that no dimension has.
 
-    A typed call binds the symbols by their names: one called `time` would be taken for its
+    A typed call binds the symbols by their names, so a symbol `time` would be confused with its
     dimension `time`.
     """
 
@@ -68,7 +68,7 @@ def rename_for_jax(text: str) -> str:
 
 
 def restore_names(text: str) -> str:
-    """Undo `rename_for_jax`, in messages: the user's own names."""
+    """Undo `rename_for_jax` in messages, which use the user's names."""
     return re.sub(r"\b(\w+?)_symbol\b", r"\1", text)
 
 
@@ -76,7 +76,8 @@ def restore_names(text: str) -> str:
 
 
 def require_readable(where: tuple[str, ...], names: list[str]) -> None:
-    """Raise ValueError for constraints that aren't any, of other sizes, or that contradict."""
+    """Raise ValueError for constraints that can't be read, name other sizes, or contradict each
+    other."""
     unknown = set(names_in(" ".join(where))) - set(names)
     if unknown:
         raise ValueError(f"where={list(where)} names {min(unknown)}, a size that no array has")
@@ -87,25 +88,25 @@ def require_readable(where: tuple[str, ...], names: list[str]) -> None:
                 raise ValueError("unsatisfiable")
     except Exception as error:
         problem = f"can't be read: {error}"
-        if "nsatisfiable" in str(error):  # JAX's error or ours
+        if "nsatisfiable" in str(error):  # JAX's error or jgpt's
             problem = "holds for no sizes"
         raise ValueError(f"where={list(where)} {problem}") from None
 
 
 def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:
-    """Whether JAX knows that a constraint holds for no sizes of a scope."""
+    """Return whether JAX knows that a constraint holds for no sizes of a scope."""
     left, comparison, right = _sides(constraint, scope)
     try:
         if comparison == "<=":
             return (left > right) is True
-        # for `>=`, and for one of the two ways in which the sides of `==` differ
+        # For `>=`, and for one of the two ways in which the sides of `==` may differ.
         return (left < right) is True
     except InconclusiveDimensionOperation:  # it holds for some sizes and not for others
         return False
 
 
 def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
-    """The constraints of a case, for JAX. Raises ValueError if no sizes meet them."""
+    """Give the constraints of a case to JAX. Raises ValueError if no sizes meet them."""
     fixing = []  # such as `t == 8`
     others = []
     numbers: dict[str, int] = {}
@@ -116,17 +117,17 @@ def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
             numbers[found[1]] = int(found[2])
         else:
             others.append(constraint)
-    # JAX doesn't compare numbers with numbers
+    # JAX doesn't compare numbers with numbers.
     for constraint in case:
         are_fixed = numbers.keys() >= set(names_in(constraint))
         if are_fixed and not _holds(constraint, numbers):
             raise ValueError("unsatisfiable")
-    # sizes that are numbers first: JAX puts them into what comes later
+    # Fixed sizes come first, since JAX substitutes them in later constraints.
     return jax.export.SymbolicScope([rename_for_jax(text) for text in fixing + others])
 
 
 def _holds(constraint: str, numbers: dict[str, int]) -> bool:
-    """Whether a constraint holds for sizes that are numbers."""
+    """Return whether a constraint holds for sizes that are numbers."""
     left, comparison, right = _sides(constraint, jax.export.SymbolicScope())
     values = {rename_for_jax(name): number for name, number in numbers.items()}
     compare = COMPARISONS[comparison]
@@ -136,15 +137,15 @@ def _holds(constraint: str, numbers: dict[str, int]) -> bool:
 def _evaluate(size: Any, values: dict[str, int]) -> int:
     if not isinstance(size, Size):
         return size
-    # not public: in a scope where `b == 1`, JAX leaves `mod(1, 8)` as it is. A test says what broke
-    # if JAX changes the method
+    # A private method: in a scope where `b == 1`, JAX leaves `mod(1, 8)` unevaluated. If JAX
+    # changes the method, a test reports what broke.
     return size._evaluate(values)
 
 
 def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, Any]:
-    """The two sides of a constraint as sizes, and the comparison between them."""
+    """Return the two sides of a constraint as sizes, and the comparison between them."""
     left, comparison, right = re.split("(==|>=|<=)", constraint)
-    # JAX reads shapes, not sizes: so the sides are one of two dimensions, which a space separates
+    # JAX reads shapes rather than sizes, so the sides are two dimensions, separated by a space.
     dimensions = f"{left.replace(' ', '')} {right.replace(' ', '')}"
     left_size, right_size = make_shape(dimensions, scope)
     return left_size, comparison, right_size
@@ -154,8 +155,8 @@ def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, 
 
 
 def is_open(size: Any) -> bool:
-    """Whether a size may be 0 and may be something else."""
-    # it isn't 0 if JAX knows it to be above 0 or below 0, and raises an error if it doesn't know
+    """Return whether a size may be 0 and may be another number."""
+    # It isn't 0 if JAX knows that it is above or below 0; JAX raises an error if it doesn't know.
     for signed in (size, -size):
         with contextlib.suppress(InconclusiveDimensionOperation):
             if (signed >= 1) is True:
@@ -164,17 +165,17 @@ def is_open(size: Any) -> bool:
 
 
 def split_question(question: str) -> list[str]:
-    """The cases of an open question, JAX's text of a comparison: all sizes are in one of them."""
+    """Split an open question, JAX's text of a comparison, into cases that cover all sizes."""
     found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", restore_names(question))
     if not found:
         return []
     left, comparison, right = found.groups()
-    # JAX takes no equality of a difference: `t - 4 == 0` is `t == 4`
+    # JAX accepts no equality of a difference: `t - 4 == 0` becomes `t == 4`.
     difference = re.fullmatch(r"(.+) - (\d+)", left)
     if comparison == "==" and difference and right.isdigit():
         left = difference[1]
         right = str(int(right) + int(difference[2]))
-    # sizes are integers: what isn't `t <= 8` is `t >= 9`
+    # Sizes are integers, so the opposite of `t <= 8` is `t >= 9`.
     less = f"{left} <= {right} - 1"
     more = f"{left} >= {right} + 1"
     if right.isdigit():
@@ -183,7 +184,7 @@ def split_question(question: str) -> list[str]:
     match comparison:
         case "==":
             equal = f"{left} == {right}"
-            # no size is below 1, and what nothing is subtracted from is not below 0
+            # No size is below 1, and a size without a subtraction is not below 0.
             is_least = right == "1" and left.isidentifier()
             is_least = is_least or (right == "0" and "-" not in left)
             if is_least:

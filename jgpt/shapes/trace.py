@@ -19,11 +19,11 @@ from jgpt.shapes.describe import by_dimension, is_array
 
 NAME = r"[\w*]+(?==)"
 COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
-"""Legible on black and on white."""
+"""Colours that are legible on black and on white."""
 
 
 def name_colours(text: str) -> dict[str, str]:
-    """A colour for each dimension name in printed shapes, in order of appearance."""
+    """Return a colour for each dimension name in printed shapes, in order of appearance."""
     names = dict.fromkeys(re.findall(NAME, text))
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))
 
@@ -34,7 +34,7 @@ def name_colours(text: str) -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shape:
-    """An array's dtype and dimensions; a dimension's name is empty for an expression."""
+    """An array's dtype and dimensions; the name of an expression is empty."""
 
     dtype: str
     dimensions: tuple[tuple[str, Any], ...]
@@ -54,7 +54,7 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclass
 class ShapeTrace:
-    """A typed call and those inside it. It prints as a tree, in a notebook as HTML."""
+    """A typed call and the calls inside it. It prints as a tree, and as HTML in a notebook."""
 
     path: str
     name: str
@@ -63,8 +63,9 @@ class ShapeTrace:
     calls: list["ShapeTrace"] = field(default_factory=list)
 
     def lines(self, depth: int | None = None) -> list[str]:
-        """The tree to a depth: what is called, and the shapes of its results."""
-        # the call itself is the first line, and its results are the last ones
+        """Return the lines of the tree up to a depth: the calls, and the shapes of their
+        results."""
+        # The call itself is the first line, and its results are the last ones.
         rows = self._rows(0, depth, "")[1:]
         rows.append(_Row(0, "result", self.results))
         width = max(2 * row.level + len(row.name) for row in rows if row.shapes)
@@ -86,7 +87,7 @@ class ShapeTrace:
         rows = [_Row(level, self.name.removeprefix(f"{path}."), self.results)]
         if depth is not None and level >= depth:
             return rows
-        # a module's calls are named from it on; a function has no path of its own
+        # The names of a module's calls begin with it; a function has no path of its own.
         path_inside = path
         if self.path == self.name:
             path_inside = self.path
@@ -113,7 +114,7 @@ class ShapeTrace:
         return f"<pre>{re.sub(NAME, coloured, text)}</pre>"
 
     def as_json(self) -> dict[str, Any]:
-        """The tree as plain data."""
+        """Return the tree as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -127,7 +128,7 @@ class _Row:
 
 
 def _without_repetition(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
-    """Each call, with the names of the next ones if they differ in a number only."""
+    """Yield each call, with the names of the next calls if they differ only in a number."""
     position = 0
     while position < len(calls):
         first = calls[position]
@@ -140,7 +141,7 @@ def _without_repetition(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, l
 
 
 def _are_alike(first: ShapeTrace, second: ShapeTrace) -> bool:
-    # two calls of one name, such as `split_heads` of query and of key, are both shown
+    # Two calls with one name, such as `split_heads` of query and of key, are both shown.
     return first.name != second.name and _unnumbered(first) == _unnumbered(second)
 
 
@@ -153,15 +154,15 @@ def _unnumbered(trace: ShapeTrace) -> str:
 
 @typed
 def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ShapeTrace:
-    """The tree of typed calls in a call, with the shapes of arguments and results.
+    """Return the tree of typed calls in a call, with the shapes of arguments and results.
 
-    Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function
-    that only passes work on to modules is left out. Raises ValueError if nothing in it is typed.
+    Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function that
+    only calls modules is left out. Raises ValueError if no call in it is typed.
     """
     found: list[ShapeTrace] = []
 
     def ignore(*_: Any) -> None:
-        """`on_call` is for pictures, which draw the values."""
+        """Do nothing: `on_call` is for pictures, which draw the values."""
 
     def trace(*args: Any, **kwargs: Any) -> None:
         found.append(trace_calls(function, ignore, *args, **kwargs))
@@ -176,9 +177,10 @@ def trace_calls(
     *args: Any,
     **kwargs: Any,
 ) -> ShapeTrace:
-    """The tree of a call while it runs; `on_call` gets each node, with the call and the result."""
+    """Record the tree of a call while it runs; `on_call` gets each node, the call and the
+    result."""
     root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
-    # the calls that are running, and whether a module's call is among them
+    # The calls that are running, and whether a module's call is among them.
     stack = [root]
     in_module = [False]
 
@@ -198,13 +200,13 @@ def trace_calls(
             was_in_module = in_module.pop()
             caller = stack[-1]
             calls_modules = any(inner.path == inner.name for inner in traced.calls)
-            # such as `hidden`, which would show each block one level deeper than in the code
+            # Such as `hidden`, which would show each block one level deeper than in the code.
             passes_on = was_in_module and not is_module and calls_modules
-            # the call of a base class: the module's own is in the tree
+            # A base class's call; the module's own call is in the tree.
             is_super = is_module and len(stack) > 1 and caller.name == traced.name
             is_private = not is_module and name.startswith("_")
             if passes_on or is_super or is_private or not traced.results:
-                caller.calls += traced.calls  # what is inside takes its place
+                caller.calls += traced.calls  # the calls inside take its place
             else:
                 caller.calls.append(traced)
                 on_call(traced, call, result)
@@ -216,14 +218,14 @@ def trace_calls(
         function(*args, **kwargs)
     if not root.calls:
         raise ValueError(f"{root.name} makes no typed call: decorate functions with @jgpt.typed")
-    # a function that makes one typed call is that call
+    # A function that makes a single typed call is shown as that call.
     if len(root.calls) == 1:
         return root.calls[0]
     return root
 
 
 def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
-    """The shapes of the arguments that have some."""
+    """Return the shapes of the arguments that have shapes."""
     found = {}
     for name, value in call.arguments.items():
         shapes = shapes_of(call.annotations.get(name), value)
@@ -233,7 +235,7 @@ def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
 
 
 def shapes_of(annotation: Any, value: Any) -> list[Shape]:
-    """The shapes of the arrays in a value, with the dimension names of its annotation."""
+    """Return the shapes of the arrays in a value, with the dimension names of its annotation."""
     if is_array(annotation):
         return _shapes_of_array(annotation, value)
     leaf_annotation = getattr(annotation, "leaftype", None)
@@ -246,7 +248,7 @@ def shapes_of(annotation: Any, value: Any) -> list[Shape]:
         for part, item in zip(parts, value, strict=True):
             shapes += shapes_of(part, item)
         return shapes
-    # of a union, the first alternative that has shapes
+    # For a union, the first alternative with shapes.
     for part in parts:
         shapes = shapes_of(part, value)
         if shapes:
@@ -258,11 +260,11 @@ def _shapes_of_array(annotation: Any, value: Any) -> list[Shape]:
     if not hasattr(value, "shape"):  # None, where an array is optional
         return []
     dtype = value.dtype.name
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # its own name is `key<fry>`
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # its dtype's own name is `key<fry>`
         dtype = "key"
     dimensions = []
     for name, sizes in by_dimension(annotation, value.shape):
-        plain_name = ""  # the sizes of `*batch` share a name that is none of theirs
+        plain_name = ""  # the sizes of `*batch` share one name, which names none of them
         if len(sizes) == 1:
             plain_name = _plain(name)
         for size in sizes:
@@ -274,14 +276,14 @@ def _shapes_of_tree(leaf_annotation: Any, tree: Any) -> list[Shape]:
     shapes = []
     for leaf in jax.tree.leaves(tree):
         shapes += shapes_of(leaf_annotation, leaf)
-    # the weights of a model would be pages
+    # The weights of a model would fill pages.
     if len(shapes) >= 4:
         return [Shape(f"{len(shapes)} arrays", ())]
     return shapes
 
 
 def _plain(name: str) -> str:
-    """The name of a dimension without marks, empty for an expression or `...`."""
+    """Return the name of a dimension without marks, or an empty text for an expression or `...`."""
     # `{self.config.embed_dim}` is embed_dim
     plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
     if re.fullmatch(r"\w+(\*\w+)?", plain):
@@ -295,15 +297,15 @@ def _plain(name: str) -> str:
 def with_symbols(
     first: ShapeTrace, second: ShapeTrace, symbols: Mapping[str, tuple[int, int]]
 ) -> ShapeTrace:
-    """A trace whose sizes are named where they differ from those of another trace.
+    """Return a trace whose sizes have names where they differ from those of another trace.
 
     `symbols` has the two sizes of each name. Other sizes that differ are `?`.
     """
     names = {sizes: name for name, sizes in symbols.items()}
-    # a product of all, such as a batch's tokens in one dimension
+    # The product of all sizes, such as a batch's tokens in one dimension.
     first_product, second_product = map(math.prod, zip(*symbols.values(), strict=True))
     names[first_product, second_product] = "*".join(symbols)
-    # one more than each, such as a text's tokens with their targets
+    # One more than each size, such as the tokens of a text with their targets.
     for name, (first_size, second_size) in symbols.items():
         names[first_size + 1, second_size + 1] = f"{name}+1"
 

@@ -1,1 +1,1 @@
-"""Batches to better weights: pure functions of a train state."""
+"""The train step, its state and its optimizer: pure functions from batches to better weights."""

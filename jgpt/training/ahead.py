@@ -22,33 +22,34 @@ from jgpt.training.state import abstract_state
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled train step, and the least time for each resource."""
+    """A compiled train step, and a lower bound of its time for each resource."""
 
     on: str
     chip: Chip
     chips: int
     mesh: str
     micro_batches: int | str
-    """As decided for the chips."""
+    """The number of micro-batches, decided for these chips."""
     memory: TrainingMemory
     fits: bool
     flops: int
-    """Per chip, from the config."""
+    """FLOPs per chip, computed from the config."""
     collectives: tuple[Collective, ...]
     kernels: tuple[str, ...]
     """Custom calls in the program, such as cuDNN's attention."""
     compute_seconds: float
-    """At the chip's peak."""
+    """Seconds to compute at the chip's peak."""
     memory_seconds: float
-    """To read and write state and working memory once."""
+    """Seconds to read and write state and working memory once."""
     interconnect_seconds: float
-    """For the collectives, without overlap."""
+    """Seconds of the collectives, without overlap."""
     bound: str
-    """The slowest: compute, memory or interconnect."""
+    """The resource that takes longest: compute, memory or interconnect."""
 
 
 def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
-    """Compile a train step for chips such as `v5e:4x4`, on the config's mesh or the default one.
+    """Compile a train step for chips `on`, such as `v5e:4x4`, on the config's mesh or the default
+    mesh.
 
     Raises ValueError if the step doesn't fit into a chip's memory.
     """
@@ -58,7 +59,7 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     if mesh is None:
         state_bytes = bytes_of(abstract_state(config))
         mesh = default_mesh(machine.devices, state_bytes, machine.device_memory)
-    # with the mesh in it, a config whose batch it doesn't divide is refused
+    # The mesh is part of the config, so that a batch which the mesh doesn't divide raises an error.
     config = dataclasses.replace(run_for_platform(config, chip.platform), mesh=mesh)
     with jax.set_mesh(make_mesh(mesh, devices)), _without_compilation_cache():
         try:
@@ -75,9 +76,9 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     by_kind = sum_by_kind(text)
     sent = sum(collective.sent for collective in by_kind)
     tokens = config.batch_size * config.model.block_size
-    # the backward pass takes twice the forward pass: a gradient for each operand of a product
+    # The backward pass takes twice the forward pass: each product has a gradient for each operand.
     flops = 3 * flops_per_token(config.model) * tokens // len(devices)
-    # lower bounds: each as if the chip did nothing else, and what is held were moved once
+    # Lower bounds: each resource alone, with everything in memory moved once.
     seconds = {
         "compute": flops / chip.peak_flops,
         "memory": 2 * (memory.state + memory.working) / chip.memory_bandwidth,
@@ -104,10 +105,11 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
 
 @contextlib.contextmanager
 def _without_compilation_cache() -> Iterator[None]:
-    """The cache could be written, but not be read without the hardware."""
+    """Disable the compilation cache: the program could be written, but not read without the
+    hardware."""
     was_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it is used
+    compilation_cache.reset_cache()  # the cache remembers whether it is enabled
     try:
         yield
     finally:

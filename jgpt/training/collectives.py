@@ -1,7 +1,7 @@
-"""The collectives of a compiled step, from the text of its program.
+"""The collectives of a compiled step, counted in the text of its program.
 
-JAX has no interface that counts them, and XLA's estimate of costs has no bytes of a network. The
-text is HLO, which differs between compilers: each rule below is of a form that one of them writes.
+JAX has no interface that counts them, and XLA's cost estimate has no bytes of network traffic. The
+text is HLO, which differs between compilers: each rule below matches the form of one of them.
 """
 
 import math
@@ -24,11 +24,11 @@ class Collective:
     kind: str
     count: int
     sent: int
-    """Bytes per chip, by ring algorithms."""
+    """The bytes that each chip sends, assuming ring algorithms."""
 
 
 def sum_by_kind(text: str) -> tuple[Collective, ...]:
-    """The collectives of a step, those of one kind together."""
+    """Sum the collectives of a step by kind."""
     sizes = defaultdict(list)
     for kind, size in collectives(text):
         sizes[kind].append(size)
@@ -39,13 +39,13 @@ def sum_by_kind(text: str) -> tuple[Collective, ...]:
 
 
 def collectives(text: str) -> Iterator[tuple[str, int]]:
-    """The kind of each collective in a step, and the bytes that each device sends.
+    """Yield the kind of each collective in a step, and the number of bytes that each device sends.
 
     A collective in a loop is repeated for each trip; the loop over steps counts once.
     """
     computations = _COMPUTATION.findall(text)
     bodies = {name: body.splitlines() for _, name, body in computations}
-    seen = set()  # a TPU's asynchronous collective stands in several places, with one channel
+    seen = set()  # a TPU's asynchronous collective appears several times with one channel
 
     def inside(name: str) -> Iterator[tuple[str, int]]:
         for line in bodies[name]:
@@ -55,7 +55,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
             if found and not is_repeated:
                 if channel is not None:
                     seen.add(channel[0])
-                if "reduce-scatter" in name:  # a TPU's: an all-reduce of which a slice is kept
+                if "reduce-scatter" in name:  # on a TPU, an all-reduce followed by a slice
                     yield "reduce-scatter", _sent(found, line) // 2
                 else:
                     yield found[2], _sent(found, line)
@@ -67,7 +67,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
                     yield from list(inside(called)) * times
 
     def trips(line: str) -> int:
-        """Trips of a loop, from its line or its condition, else 1."""
+        """Return the number of trips of a loop, from its line or its condition, else 1."""
         if found := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
             return int(found[1])
         condition = re.search(r"condition=%?([\w.-]+)", line)
@@ -86,11 +86,11 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _sent(found: re.Match[str], line: str) -> int:
-    """The bytes that each device of a group sends, by ring algorithms."""
+    """Return the number of bytes that each device of a group sends, assuming ring algorithms."""
     kind = found[2]
     devices = _group(line)
     size = _bytes_of_types(found[1])
-    if found[3]:  # the type of an asynchronous start holds the operands too
+    if found[3]:  # the type of an asynchronous start includes the operands
         match kind:
             case "all-gather":
                 size = size * devices // (devices + 1)
@@ -100,11 +100,11 @@ def _sent(found: re.Match[str], line: str) -> int:
                 size //= 2
     if kind == "collective-permute":
         return size
-    # in a ring each device sends a part to the next one, devices - 1 times
+    # In a ring, each device sends one part to the next device, devices - 1 times.
     match kind:
-        case "all-reduce":  # a reduce-scatter and an all-gather
+        case "all-reduce":  # an all-reduce is a reduce-scatter and an all-gather
             part = 2 * size / devices
-        case "reduce-scatter":  # its type is that of the result, a part already
+        case "reduce-scatter":  # the type is that of the result, which is one part
             part = size
         case _:
             part = size / devices
@@ -112,11 +112,11 @@ def _sent(found: re.Match[str], line: str) -> int:
 
 
 def _bytes_of_types(types: str) -> int:
-    """The bytes of all arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
+    """Return the total bytes of arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
     total = 0
     for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", types):
         itemsize = -(-int(bits or 8) // 8)  # rounded up; pred has no bits in its name
-        elements = 1  # of a scalar, whose shape is empty
+        elements = 1  # a scalar has an empty shape
         for size in shape.split(","):
             if size:
                 elements *= int(size)
@@ -125,7 +125,7 @@ def _bytes_of_types(types: str) -> int:
 
 
 def _group(line: str) -> int:
-    """How many devices take part, in any of the notations for their groups."""
+    """Return the number of devices in a group, in any of HLO's notations for groups."""
     if found := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))

@@ -1,4 +1,4 @@
-"""Evaluations: how many targets they take, and the mean loss in calls of bounded work."""
+"""Evaluations: the number of targets, and the mean loss over calls of bounded work."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,46 +16,51 @@ from jgpt.training.objective import loss_dtype
 from jgpt.training.step import make_eval_step
 
 SMALL_SPLIT = 131_072
-"""`eval_tokens=auto` takes all of a split with at most this many targets."""
+"""The number of targets up to which `eval_tokens=auto` evaluates the whole split."""
 TRAINING_TO_EVALUATIONS = 19
-"""The least ratio of FLOPs in training and in evaluations: evaluations are at most 1/20 of both."""
+"""The least ratio of training FLOPs to evaluation FLOPs: evaluations take at most 1/20 of both."""
 WORK_PER_CALL = 100_000_000_000
-"""FLOPs of a call, so that a laptop's processor answers a signal within a few seconds."""
+"""The FLOPs of a call, chosen so that a laptop's processor answers a signal within a few
+seconds."""
 BATCHES_PER_SUM = 4096
-"""After so many batches the float32 sum of losses is added to one in float64. Over 10 million
-batches float32 alone is off by 0.0001 nats. Smaller splits keep the sum that they always had."""
+"""The number of batches after which the float32 sum of losses is added to a float64 sum. Over 10
+million batches, float32 alone is off by 0.0001 nats. Smaller splits keep the sum of earlier
+versions."""
 RESIDENT_WINDOWS = 1 << 26
-"""Windows of up to this many bytes stay on the device between evaluations."""
+"""The size in bytes up to which windows stay on the device between evaluations."""
 ESTIMATE_TOKENS = 2048
-"""The fewest validation tokens of an estimate."""
+"""The least number of validation tokens in an estimate."""
 
 Between = Callable[[int, int], None]
-"""Called before each of several calls, with the number of targets evaluated so far, and of all."""
+"""A function that is called before each of several calls, with the number of targets evaluated so
+far and the number of all targets."""
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The evaluations of a run: how many, and of which validation targets."""
+    """The number of evaluations of a run, and their validation targets."""
 
     evaluations: int
     targets: int
-    """The targets of each evaluation."""
+    """The number of targets in each evaluation."""
     split_targets: int
-    """The targets of the whole validation split."""
+    """The number of targets in the whole validation split."""
     spread: bool
-    """Whether they are spread evenly over the split; if not, they are its first ones."""
+    """Whether the targets are spread evenly over the split; otherwise they are the first ones."""
     exact_last: bool
     """Whether the last step is evaluated on the whole split, too."""
     share: float
     """The evaluations' share of the run's FLOPs."""
     comparable_after: int = 0
-    """Losses up to this step are of other targets. 0: all losses are of the same ones."""
+    """The step up to which losses are over other targets. 0 means that all losses have the same
+    targets."""
     interrupted: bool = False
-    """Whether the run is resumed at a step whose evaluation was interrupted: it comes first."""
+    """Whether the run resumes at a step whose evaluation was interrupted, which then comes
+    first."""
 
     @property
     def over(self) -> str:
-        """What to say after a loss, if it is not of the whole split."""
+        """The words after a loss if it is not over the whole split, else an empty text."""
         if self.targets == self.split_targets:
             return ""
         return f" over {self.targets:,} of {self.split_targets:,} tokens"
@@ -68,21 +73,24 @@ def plan_evaluations(
     targets: int | None = None,
     comparable_after: int = 0,
 ) -> EvaluationPlan:
-    """The evaluations of a config on a validation split: a pure function of these.
+    """Plan the evaluations of a config on a validation split.
 
-    `targets` is what `eval_tokens=auto` gave when the run began. It stays when the run is trained
-    further, so that its losses can be compared.
+    `targets` is the number that `eval_tokens=auto` chose when the run began. It stays when the run
+    is trained further, so that the losses stay comparable. `comparable_after` is the step after
+    which all losses have the same targets.
     """
-    split = validation_tokens - 1  # the first token is nobody's target
-    evaluations = -(-config.steps // config.eval_interval)  # rounded up: the last step has one
-    # in forward passes over a token; a train step takes three times as many FLOPs
+    split = validation_tokens - 1  # the first token is not a target
+    # rounded up: the last step is evaluated, too
+    evaluations = -(-config.steps // config.eval_interval)
+    # The unit is a forward pass over a token; a train step takes three times as many FLOPs.
     training = 3 * config.steps * config.batch_size * config.model.block_size
     budget = training // TRAINING_TO_EVALUATIONS
     spread = False
     exact_last = False
-    if config.eval_tokens is None:  # an evaluation is of the whole split
+    if config.eval_tokens is None:  # every evaluation is over the whole split
         targets = split
-    elif config.eval_tokens != "auto":  # the first ones, not spread, and never more of them
+    elif config.eval_tokens != "auto":
+        # The first targets, not spread, and never more than the split has.
         targets = min(config.eval_tokens - 1, split)
     else:
         if targets is None:
@@ -104,14 +112,14 @@ def plan_evaluations(
 
 
 def _affordable_targets(config: TrainConfig, split: int, evaluations: int, budget: int) -> int:
-    """The targets of each evaluation: the whole split, or whole windows of it."""
+    """Return the number of targets in each evaluation: the whole split, or whole windows of it."""
     if split <= SMALL_SPLIT or evaluations * split <= budget:
         return split
-    if split <= budget // 2:  # the whole split after the last step, too
+    if split <= budget // 2:  # leaves room for the whole split after the last step
         budget -= split
     block_size = config.model.block_size
     affordable_windows = budget // evaluations // block_size
-    windows = max(1, affordable_windows)  # even where one is more than the budget
+    windows = max(1, affordable_windows)  # one window even if it exceeds the budget
     return min(split, windows * block_size)
 
 
@@ -126,11 +134,11 @@ class Call:
 
 
 class Evaluator:
-    """The mean loss of held-out targets, for any weights of a config's model.
+    """The mean loss of held-out targets, computed for any weights of a config's model.
 
     Batches are as large as micro-batches, which fit the device. A call of the compiled step takes
-    as many of them as `WORK_PER_CALL` allows. Few windows stay on the device; of many only those of
-    two calls are there.
+    as many batches as `WORK_PER_CALL` allows. If the windows are small, they stay on the device;
+    otherwise only those of two calls are there.
     """
 
     @typed
@@ -142,22 +150,25 @@ class Evaluator:
         *,
         spread_targets: int | None = None,
     ) -> None:
-        """`spread_targets` are the targets of whole windows, spread evenly; by default all."""
+        """Prepare the windows. `spread_targets`, the number of targets in evenly spread windows, is
+        by default that of all targets."""
         assert config.micro_batches != "auto"
         self._config = config
         self._tokens = held_out
         self._block_size = config.model.block_size
         self._rows = config.batch_size // config.micro_batches
         self.targets = len(held_out) - 1
-        self._covering = -(-self.targets // self._block_size)  # windows that cover the split
-        self._windows = self._covering  # those of them that are evaluated
+        # the number of windows that cover the split
+        self._covering = -(-self.targets // self._block_size)
+        self._windows = self._covering  # the number of them that are evaluated
         if spread_targets is not None:
             self.targets = spread_targets
             self._windows = spread_targets // self._block_size
         self._batches = -(-self._windows // self._rows)
         work_per_batch = 2 * parameters * self._rows * self._block_size
         affordable_batches = max(WORK_PER_CALL // work_per_batch, 1)
-        # of all windows that cover the split: a part and the whole are evaluated by one program
+        # Computed from all windows of the split, so that one program evaluates a part and the
+        # whole.
         covering_batches = -(-self._covering // self._rows)
         self._batches_per_call = min(affordable_batches, covering_batches)
         self._evaluate_windows = make_eval_step(config.model)
@@ -168,14 +179,15 @@ class Evaluator:
         size = 4 * self._batches * self._rows * (self._block_size + 1)  # int32 has 4 bytes
         if size <= RESIDENT_WINDOWS:
             all_calls = list(self._calls(self._all_batches))
-            # an estimate counts others of the same windows, which are on the device once
+            # An estimate counts other targets of the same windows, which are on the device only
+            # once.
             placed = {call.first_batch: call.windows for call in all_calls}
             few_calls = list(self._calls(self._few_batches, placed))
             self._resident = (all_calls, few_calls)
 
     @typed
     def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
-        """The mean loss of all targets. `between` may raise an exception to end it early."""
+        """Return the mean loss of all targets. `between` may raise an exception to end it early."""
         if self._resident is None:
             calls = self._calls(self._all_batches)
         else:
@@ -184,9 +196,9 @@ class Evaluator:
 
     @typed
     def estimate(self, weights: Weights) -> float:
-        """The mean loss of a few batches spread over the windows.
+        """Return the mean loss of a few batches spread over the windows.
 
-        All estimates of a run take about 1% of its time.
+        All estimates of a run together take about 1% of its time.
         """
         if self._resident is None:
             calls = self._calls(self._few_batches)
@@ -197,7 +209,7 @@ class Evaluator:
             targets += self._targets_of(int(batch))
 
         def uninterrupted(done: int, targets: int) -> None:
-            """Nothing ends an estimate early: all of them take about 1% of a run."""
+            """Do nothing: estimates end too soon to be interrupted."""
 
         return self._mean(weights, calls, targets, between=uninterrupted)
 
@@ -205,10 +217,10 @@ class Evaluator:
     def _mean(
         self, weights: Weights, calls: Iterator[Call], targets: int, between: Between
     ) -> float:
-        """The sum of losses over calls, divided by `targets`.
+        """Sum the losses over calls, and divide by `targets`.
 
-        Each call adds to the last one's sum on the device, so that how many batches a call has
-        changes no bit of the result.
+        Each call adds to the sum of the call before on the device, so that the number of batches in
+        a call changes no bit of the result.
         """
         total = 0.0  # a Python float is a float64
         partial = self._zero
@@ -219,9 +231,10 @@ class Evaluator:
             if several_calls:
                 between(call.first_batch * self._rows * self._block_size, self.targets)
             result = self._evaluate_windows(weights, call.windows, call.counts, partial)
-            call = next(calls, None)  # read and moved to the device while the last one computes
-            # By way of the host, for an array on the device could have another sharding than the
-            # first zero, and the step would be compiled twice.
+            # this is read and moved to the device while the last call computes
+            call = next(calls, None)
+            # The sum goes through the host: an array on the device could have another sharding than
+            # the first zero, and the step would be compiled twice.
             partial = np.asarray(result)
             batches_in_partial += self._batches_per_call
             if batches_in_partial >= BATCHES_PER_SUM and call is not None:
@@ -232,7 +245,7 @@ class Evaluator:
 
     @typed
     def _spread_batches(self) -> Bool[np.ndarray, "{self._batches}"]:
-        """The batches of an estimate, spread evenly over all."""
+        """Mark the batches of an estimate, spread evenly over all batches."""
         targets_per_batch = self._rows * self._block_size
         count = max(self._config.steps // 200, -(-ESTIMATE_TOKENS // targets_per_batch))
         numbers = np.linspace(0, self._batches - 1, min(count, self._batches)).astype(int)
@@ -246,9 +259,9 @@ class Evaluator:
         chosen: Bool[np.ndarray, "{self._batches}"],
         placed: Mapping[int, Int[Array, "batches batch window"]] | None = None,
     ) -> Iterator[Call]:
-        """The calls that evaluate the chosen batches; `placed` are windows on the device."""
+        """Yield the calls that evaluate the chosen batches; `placed` are windows on the device."""
         for first in range(0, self._batches, self._batches_per_call):
-            # every call has as many batches, so that there is one program
+            # Every call has the same number of batches, so that there is one program.
             is_chosen = np.zeros(self._batches_per_call, bool)
             part = chosen[first : first + self._batches_per_call]
             is_chosen[: len(part)] = part
@@ -270,18 +283,18 @@ class Evaluator:
         Int[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}+1"],
         Bool[np.ndarray, "{self._batches_per_call} {self._rows} {self._block_size}"],
     ]:
-        """The windows and the mask of a call; past the last window they are padding."""
+        """Return the windows and the mask of a call; past the last window they are padding."""
         last_batch = first_batch + self._batches_per_call
-        # the windows of the evaluation are numbered from 0, and so are all that cover the split
+        # The evaluated windows are numbered from 0, like all windows that cover the split.
         numbers = np.arange(first_batch * self._rows, last_batch * self._rows)
         padding = numbers >= self._windows
         if self._windows < self._covering:  # spread evenly over the split
             numbers = numbers * self._covering // self._windows
-        numbers[padding] = self._covering  # past the last one: all of its targets are uncounted
+        numbers[padding] = self._covering  # past the last window, so that its targets don't count
         shape = (self._batches_per_call, self._rows)
         return windows_by_number(self._tokens, numbers.reshape(shape), self._block_size)
 
     def _targets_of(self, batch: int) -> int:
-        """The counted targets of a batch; the last one has fewer."""
+        """Return the number of counted targets in a batch; the last batch has fewer."""
         targets_per_batch = self._rows * self._block_size
         return min(self.targets - batch * targets_per_batch, targets_per_batch)

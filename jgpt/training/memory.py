@@ -1,4 +1,4 @@
-"""The memory of the train steps, and whether it fits."""
+"""The memory of the train steps, and whether it fits the device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from jgpt.words import format_bytes
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The memory of the train steps on each device, in bytes, by XLA's analysis."""
+    """The memory of the train steps on each device in bytes, as XLA's analysis reports it."""
 
     state: int
-    """Parameters and optimizer state; on one device also the size of a checkpoint."""
+    """Parameters and optimizer state; on one device this is also the size of a checkpoint."""
     working: int
     """Activations, gradients and batches."""
 
@@ -35,7 +35,7 @@ class TrainingMemory:
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
-    """The train steps of a config, compiled for the mesh that is set, or the default device."""
+    """Compile the train steps of a config for the mesh that is set, or for the default device."""
     state = rules.abstract_arrays(abstract_state(config), state_specs(config))
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -44,14 +44,15 @@ def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
 
 
 def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory | None:
-    """The memory of compiled train steps; None if the backend doesn't report it."""
+    """Return the memory of compiled train steps, or None if the backend doesn't report it."""
     analysis = steps.memory_analysis()
     if analysis is None:
         return None
     total = analysis.argument_size_in_bytes
     total += analysis.output_size_in_bytes
     total += analysis.temp_size_in_bytes
-    total -= analysis.alias_size_in_bytes  # the state is donated: in and out it is the same memory
+    # the state is donated, so that input and output share memory
+    total -= analysis.alias_size_in_bytes
     mesh = current_mesh()
     if mesh.empty:
         mesh = abstract_mesh(None)
@@ -65,11 +66,12 @@ def training_memory(config: TrainConfig) -> TrainingMemory | None:
 
 
 def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
-    """The config with `micro_batches=auto` decided for the mesh that is set.
+    """Replace `micro_batches=auto` by a number for the mesh that is set.
 
-    The fewest whose steps leave a tenth of a device's memory free, for evaluation, the data and
-    fragmentation; found by bisection, each compiled. Without a limit, as on CPUs, all devices have
-    half of the machine's memory. If none fits, a micro-batch is one sequence for each device.
+    It is the least number whose steps leave a tenth of a device's memory free for evaluation, data
+    and fragmentation. A bisection finds it, which compiles each candidate. Without a limit, as on
+    CPUs, all devices share half of the machine's memory. If no number fits, a micro-batch is one
+    sequence for each device.
     """
     if config.micro_batches != "auto":
         return config
@@ -77,14 +79,15 @@ def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
         limit = machine.host_memory // (2 * max(current_mesh().size, 1))
     else:
         limit = machine.device_memory * 9 // 10
-    # each device has so many sequences of the batch, which micro-batches have to divide
+    # Each device has this many sequences of the batch, and micro-batches have to divide them.
     rows = config.batch_size // rules.shards_of("batch", current_mesh())
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
 
     def fits(count: int) -> bool:
         try:
             memory = training_memory(dataclasses.replace(config, micro_batches=count))
-        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what doesn't fit
+        except jax.errors.JaxRuntimeError as error:
+            # A TPU's compiler raises for a program that doesn't fit.
             if "RESOURCE_EXHAUSTED" in str(error):
                 return False
             raise
@@ -94,9 +97,9 @@ def with_micro_batches(config: TrainConfig, machine: Machine) -> TrainConfig:
 
 
 def _first_that_fits(counts: list[int], fits: Callable[[int], bool]) -> int:
-    """The first count that fits, by bisection: a larger count takes less memory.
+    """Return the first count that fits, by bisection: a larger count takes less memory.
 
-    The last one is not asked about, and taken if no other fits: each question is a compilation.
+    If no other count fits, the last one is returned untested, since each test is a compilation.
     """
     first = 0
     last = len(counts) - 1
@@ -110,7 +113,8 @@ def _first_that_fits(counts: list[int], fits: Callable[[int], bool]) -> int:
 
 
 def require_feasible(config: TrainConfig, device_memory: int | None) -> None:
-    """Raise ValueError if a device with `device_memory` bytes can't run it; nothing is compiled."""
+    """Raise ValueError if a device with `device_memory` bytes can't run the config; compile
+    nothing."""
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError(
@@ -118,7 +122,7 @@ def require_feasible(config: TrainConfig, device_memory: int | None) -> None:
             )
     if device_memory is None:
         return
-    # the state alone, which is known without compiling: a lower bound of what a step takes
+    # The state alone, which is known without compiling, is a lower bound for a step.
     mesh = abstract_mesh(config.mesh)
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     if state > device_memory:

@@ -1,7 +1,7 @@
-"""What training minimises and an evaluation sums: the cross-entropy of a batch of windows.
+"""The objective of training and evaluation: the cross-entropy of a batch of windows.
 
-A window has `block_size` inputs and one token more. The inputs are all of its tokens but the last,
-and the target of each is the token after it.
+A window has `block_size` inputs and one more token. The inputs are all tokens but the last, and the
+target of each input is the token after it.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jgpt.shapes.contract import typed
 def mean_loss(
     model: LanguageModel, window: Int[Array, "batch window"], key: Key[Array, ""]
 ) -> Float[Array, ""]:
-    """The mean loss of all targets, with dropout; `key` is its PRNG key."""
+    """Return the mean loss of all targets, with dropout; `key` is its PRNG key."""
     x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
@@ -29,22 +29,22 @@ def mean_loss(
 def target_losses(
     model: LanguageModel, window: Int[Array, "batch window"]
 ) -> Float[Array, "batch window-1"]:
-    """The loss of each target, without dropout."""
+    """Return the loss of each target, without dropout."""
     x = model.hidden(window[:, :-1])  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return token_losses_from(x, window[:, 1:], model.logits, max_rows)
 
 
 def _max_rows(model: LanguageModel, rows: int) -> int:
-    """How many of a loss's rows of logits to materialise at once."""
+    """Return the number of rows of logits that a loss materialises at once."""
     max_rows = rows_at_once(model.vocab_size)
     if rows > max_rows and isinstance(model, GatheredHead):
-        # once and here, or each chunk of rows would gather the head over the mesh
+        # Gathered once, here: otherwise each chunk of rows would gather the head over the mesh.
         model.gather_head()
     return max_rows
 
 
 def loss_dtype(config: ModelConfig) -> jnp.dtype:
-    """The dtype of losses: the widest of the dtypes of parameters, logits and loss."""
+    """Return the dtype of losses: the widest of the dtypes of parameters, logits and loss."""
     widest = jnp.promote_types(portable(config).dtype, config.param_dtype)
     return jnp.promote_types(widest, jnp.float32)

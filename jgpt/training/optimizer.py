@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, Muon, schedules, weight-decay mask, clipping, averaged weights."""
+"""Optimizers: AdamW, Muon, schedules, weight decay, clipping and averaged weights."""
 
 import functools
 from collections.abc import Hashable, Mapping
@@ -21,24 +21,25 @@ from jgpt.user_code import require_code
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
-"""Weights, gradients, updates: alike in structure and in the shape of each leaf."""
+"""Weights, gradients or updates: trees with the weights' structure and the shape of each leaf."""
 Updates = PyTree[Float[Array, "..."], "Weights"]
-"""Alike in structure alone: on a mesh, Muon's updates are replicated while the weights are sharded.
-The train step shards the new weights."""
+"""Updates with the structure of the weights. Their shapes may differ: on a mesh, Muon's updates are
+replicated while the weights are sharded, and the train step shards the new weights."""
 
 
 @typed
 def decay_mask(weights: PyTree[Float[Array, "..."], "Weights"]) -> PyTree[bool, "Weights"]:
-    """True where weight decay applies: matrices and embeddings, not biases and scales."""
+    """Return True for each parameter with weight decay: matrices and embeddings, not biases and
+    scales."""
 
-    def decays(path, leaf):  # as nanoGPT groups them
+    def decays(path, leaf):  # the same groups as in nanoGPT
         return dimensions_in_block(path, leaf) >= 2
 
     return jax.tree_util.tree_map_with_path(decays, weights)
 
 
 def dimensions_in_block(path: tuple[Any, ...], leaf: Any) -> int:
-    """The number of dimensions of a parameter in one block."""
+    """Return the number of dimensions of a parameter in one block."""
     if STACKED in path:
         return leaf.ndim - 1
     return leaf.ndim
@@ -52,7 +53,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
     @typed
     def clip(gradients: LikeWeights, weights: LikeWeights | None = None) -> LikeWeights:
-        norm = optax.tree.norm(gradients)  # of all gradients together: their direction stays
+        # one norm over all gradients, so that their direction stays
+        norm = optax.tree.norm(gradients)
         scale = jnp.minimum(limit / (norm + 1e-6), 1.0)  # small gradients are never scaled up
 
         def scaled(leaf):
@@ -69,12 +71,12 @@ def partition(
     weights: PyTree[Float[Array, "..."], "Weights"],
     dimensions: Mapping[str, Dimensions] | None = None,
 ) -> PyTree[OptimizerGroup, "Weights"]:
-    """The optimizer group of each parameter: muon, embedding, or adamw.
+    """Return the optimizer group of each parameter: muon, embedding, or adamw.
 
     Muon is for the weight matrices of the blocks, Adam for embeddings and head (Jordan et al.
-    2024). Muon takes no array of three dimensions, such as the matrices of several experts: which
-    two are a matrix isn't known. Embeddings are known by `dimensions`, the names of
-    `weight_dimensions`. Raises ValueError for an embedding_learning_rate without them.
+    2024). Muon takes no array of three dimensions, such as the matrices of several experts, since
+    it is unknown which two are a matrix. `dimensions`, the names of `weight_dimensions`, tell which
+    parameters are embeddings. Raises ValueError for an embedding_learning_rate without them.
     """
     if config.embedding_learning_rate is not None and dimensions is None:
         raise ValueError(
@@ -84,7 +86,7 @@ def partition(
     known_dimensions = dimensions or {}
 
     def group(path, leaf):
-        # without a rate of their own embeddings are among the rest, which has the same optimizer
+        # Without their own rate, embeddings have the same optimizer as the rest and are part of it.
         if config.embedding_learning_rate is not None and _is_embedding(path, known_dimensions):
             return "embedding"
         is_block_matrix = path[0].key == "blocks" and dimensions_in_block(path, leaf) == 2
@@ -96,14 +98,14 @@ def partition(
 
 
 def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -> bool:
-    """Whether a parameter is a table whose rows are looked up, by its dimension names.
+    """Return whether a parameter is a table whose rows are looked up, by its dimension names.
 
-    A table of positions or n-grams has no name for its rows. Such a parameter of a block is taken
-    for a matrix of a product.
+    A table of positions or n-grams has no name for its rows. Inside a block, such a parameter
+    counts as a matrix of a product.
     """
     names = []
     for key in path:
-        # stacked arrays have the dimension names of the first block, as all blocks have the same
+        # Stacked arrays have the dimension names of the first block, which all blocks share.
         names.append("0" if key == STACKED else str(key.key))
     parameter_dimensions = dimensions.get(".".join(names), ())
     if len(parameter_dimensions) != 2:
@@ -117,13 +119,13 @@ def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -
 def make_optimizer(
     config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer of a config for a run of `steps` steps.
+    """Make the optimizer of a config for a run of `steps` steps.
 
-    `dimensions`, the names of `weight_dimensions`, are needed with an embedding_learning_rate.
-
-    AdamW (Loshchilov and Hutter 2019), or Muon as in optax (Jordan et al. 2024), or a custom one.
-    Each is given clipped gradients and keeps its state in at least float32. With `ema_decay` it
-    updates the average, from gradients at the `trained_weights`.
+    It is AdamW (Loshchilov and Hutter 2019), Muon as in optax (Jordan et al. 2024), or a custom
+    optimizer. Each receives clipped gradients and keeps its state in at least float32. With
+    `ema_decay`, it also updates the average of the weights; gradients are then taken at the
+    `trained_weights`. An embedding_learning_rate needs `dimensions`, the names of
+    `weight_dimensions`.
     """
     if config.make is not None:
         optimizer = _in_float32(_custom(config, steps))
@@ -135,7 +137,7 @@ def make_optimizer(
 
 
 def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The user's optimizer, given clipped gradients."""
+    """Make the user's optimizer, which receives clipped gradients."""
     make = require_code(config.make, "optimizer")
     optimizer = make(config, steps)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -146,7 +148,7 @@ def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation
     clip = clip_by_global_norm(config.gradient_clip)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        # not optax.chain, whose state is a pair: runs from before have the optimizer's own state
+        # optax.chain would make the state a pair, but earlier runs saved the optimizer's own state.
         clipped, _ = clip.update(updates, clip.init(params), params)
         return optimizer.update(clipped, state, params)
 
@@ -154,7 +156,7 @@ def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation
 
 
 def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that sees parameters and gradients in at least float32.
+    """Wrap an optimizer so that it receives parameters and gradients in at least float32.
 
     Its moments are then in float32: the nearest bfloat16 to a decay rate of 0.999 is 1.
     """
@@ -177,7 +179,7 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 def _built_in(
     config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None
 ) -> optax.GradientTransformation:
-    """AdamW or Muon, given clipped gradients."""
+    """Make AdamW or Muon, which receives clipped gradients."""
 
     def adamw(peak: float) -> optax.GradientTransformation:
         return optax.adamw(
@@ -190,7 +192,7 @@ def _built_in(
         )
 
     match config.optimizer:
-        # one group alone is not partitioned, which would nest the state that checkpoints have
+        # A single group is not partitioned, since that would nest the state in checkpoints.
         case "adamw" if config.embedding_learning_rate is None:
             optimizer = adamw(config.learning_rate)
         case "adamw" | "muon":
@@ -210,9 +212,9 @@ def _built_in(
 
 
 def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Optax's Muon on a mesh, and for the stacked matrices of a scan over blocks.
+    """Make optax's Muon with support for a mesh and for the stacked matrices of a scan over blocks.
 
-    Newton-Schulz iterations are of one matrix: a stack of all blocks' goes through them in turn.
+    A Newton-Schulz iteration works on one matrix, so the matrices in a stack take turns.
     """
     muon = optax.contrib.muon(
         learning_rate_schedule(config, steps, config.muon_learning_rate),
@@ -221,7 +223,8 @@ def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     )
 
     def muon_update(updates, state, params):
-        # or each product of each Newton-Schulz iteration would gather the sharded matrix again
+        # Otherwise each product of each Newton-Schulz iteration would gather the sharded matrix
+        # again.
         return muon.update(replicate(updates), replicate(state), params)
 
     def update(updates, state, params=None):
@@ -230,19 +233,19 @@ def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         if not stacked:
             return muon_update(updates, state, params)
 
-        # one layer's matrices at a time: all of them gathered are too large
+        # One layer's matrices at a time, since all of them gathered would be too large.
         def update_layer(layer):
             matrices = iter(layer)
             layer_leaves = []
             for path, leaf in leaves:
-                # what is not stacked, such as the count of steps, is the same for all layers
+                # Leaves that are not stacked, such as the step count, are the same for all layers.
                 layer_leaves.append(next(matrices) if STACKED in path else leaf)
             return muon_update(*structure.unflatten(layer_leaves))
 
         def merge_layers(path, leaf):
             if STACKED in path:
                 return leaf
-            return leaf[-1]  # each layer has made the same one
+            return leaf[-1]  # each layer computed the same value
 
         by_layer = jax.lax.map(update_layer, stacked)
         return jax.tree_util.tree_map_with_path(merge_layers, by_layer)
@@ -254,9 +257,9 @@ class AverageState(NamedTuple):
     """The state of `average_weights`."""
 
     trained: Weights
-    """The weights that are averaged."""
+    """The weights that are trained, whose average the train state has."""
     optimizer: Any
-    """The state of their optimizer."""
+    """The state of the optimizer that trains them."""
     step: Int[Array, ""]
     """The number of steps taken."""
 
@@ -264,31 +267,33 @@ class AverageState(NamedTuple):
 def average_weights(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformation:
-    """An optimizer that trains weights with another one, and updates their moving average.
+    """Wrap an optimizer so that the train state holds the moving average of the trained weights.
 
     The average is exponential and bias-corrected like Adam's moments (Kingma and Ba 2015, section
     3).
     """
 
     def init(params: Weights) -> AverageState:
-        trained = jax.tree.map(jnp.copy, params)  # both are donated
+        # both are donated, so that they can't share memory
+        trained = jax.tree.map(jnp.copy, params)
         return AverageState(trained, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     @typed
     def update(
         updates: LikeWeights, state: Any, params: LikeWeights | None = None
     ) -> tuple[LikeWeights, Any]:
-        # the optimizer sees the weights that are trained, and never the average
+        # The optimizer gets the trained weights, never the average.
         updates, optimizer_state = optimizer.update(updates, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1
-        # the weight of the newest in a mean of `step` weights: 1 at first, then towards 1 - decay
+        # The weight of the newest value in a mean of `step` values: 1 at first, then towards 1 -
+        # decay.
         rate = (1 - decay) / (1 - decay**step)
 
         def move_average(trained_leaf, average_leaf):
             return (rate * (trained_leaf - average_leaf)).astype(average_leaf.dtype)
 
-        # the average is what checkpoints and evaluations take for the weights
+        # Checkpoints and evaluations use the average as the weights.
         average_updates = jax.tree.map(move_average, trained, params)
         return average_updates, AverageState(trained, optimizer_state, step)
 
@@ -297,7 +302,8 @@ def average_weights(
 
 @typed
 def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
-    """The weights to differentiate at: `weights`, or the trained ones if these are an average."""
+    """Return the weights to differentiate at: the trained ones if `weights` is an average, else
+    `weights`."""
     if isinstance(state, AverageState):
         return state.trained
     return weights

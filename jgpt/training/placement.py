@@ -1,4 +1,4 @@
-"""Where each parameter lies, and the bytes on each device."""
+"""The sharding of each parameter over a mesh, and the bytes on each device."""
 
 import math
 from collections import Counter
@@ -18,19 +18,19 @@ from jgpt.words import format_bytes
 
 @typed
 def bytes_of(tree: PyTree[Shaped[Array | jax.ShapeDtypeStruct, "..."]]) -> int:
-    """The total bytes of a tree of arrays."""
+    """Return the total bytes of a tree of arrays."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        # not `nbytes`, which an abstract array lacks
+        # An abstract array has no `nbytes`.
         total += math.prod(leaf.shape) * leaf.dtype.itemsize
     return total
 
 
 def bytes_on_each(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> int:
-    """The bytes of a tree of arrays on each device of a mesh."""
+    """Return the bytes of a tree of arrays on each device of a mesh."""
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-        # JAX's own answer, which raises an error where the axes don't divide a dimension
+        # JAX computes this, and raises an error where the axes don't divide a dimension.
         shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
         total += math.prod(shard) * leaf.dtype.itemsize
     return total
@@ -42,13 +42,13 @@ class Placement:
 
     name: str
     sharding: str
-    """Dtype and shape with the mesh axes of each dimension, as JAX writes them."""
+    """The dtype and shape, with the mesh axes of each dimension, in JAX's notation."""
     on_each: int
-    """Bytes on each device."""
+    """The bytes on each device."""
 
 
 def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement]:
-    """How each parameter of a model is sharded over a mesh."""
+    """Return the sharding of each parameter of a model over a mesh."""
     placed = []
     for name, variable in named_parameters(abstract_model(config)).items():
         spec = rules.spec_of(rules.dimensions_of(variable), variable.shape, mesh)
@@ -62,7 +62,7 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
 
 
 def _sharded_size(size: int, axes: str | tuple[str, ...] | None) -> str:
-    """A size with the mesh axes that it is sharded over, such as `384@fsdp`."""
+    """Write a size with the mesh axes that shard it, such as `384@fsdp`."""
     if not axes:
         return str(size)
     if isinstance(axes, tuple):
@@ -71,20 +71,22 @@ def _sharded_size(size: int, axes: str | tuple[str, ...] | None) -> str:
 
 
 def parameters_without_names(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[str]:
-    """A user's own parameters that a mesh would split if their dimensions had names."""
+    """Return the parameters of a custom model that a mesh could shard if their dimensions had
+    names."""
     if config.make is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return []
     nameless = []
     for name, variable in named_parameters(abstract_model(config)).items():
-        # vectors are small: they are replicated anyway
+        # Vectors are small and always replicated.
         if len(variable.shape) > 1 and not any(rules.dimensions_of(variable)):
             nameless.append(name)
     return nameless
 
 
 def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Dimensions of parameters that a mesh doesn't divide, and the memory it costs."""
-    # by reason, and not by parameter: a vocabulary that isn't divided is one sentence
+    """Return a sentence for each reason why a mesh replicates dimensions, with its cost in
+    memory."""
+    # By reason and not by parameter, so that an undivided vocabulary takes one sentence.
     costs: Counter[str] = Counter()
     for variable in named_parameters(abstract_model(config)).values():
         dimensions = rules.dimensions_of(variable)
@@ -98,12 +100,12 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
             if not wanted_axes or axes:
                 continue
             name = dimension
-            if isinstance(dimension, tuple):  # heads are sharded whole
+            if isinstance(dimension, tuple):  # whole heads are sharded
                 name, units = dimension
             divisors = []
             for axis in wanted_axes:
                 divisors.append(f"{axis}={mesh.shape[axis]}")
-            # what each device would have less, were the dimension divided
+            # The memory that each device would save if the dimension were sharded.
             saved = size - size // rules.shards_of(dimension, mesh)
             costs[f"{name}={units} is not divided by {' x '.join(divisors)}"] += saved
     sentences = []

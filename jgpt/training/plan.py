@@ -1,4 +1,4 @@
-"""Plans: the memory and compute of a run before it starts, and whether it is feasible."""
+"""Plans: the memory and compute of a run before it starts."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ class Plan:
     parameters: int
     memory: TrainingMemory | None
     flops: int
-    """For all steps."""
+    """The FLOPs of all steps."""
     evaluations: EvaluationPlan
     process_memory: int | None = None
-    """The peak memory of the process on a CPU, in bytes: that of its devices, and what Python, JAX,
-    compiling and the data take; None on other hardware."""
+    """The peak memory of the process on a CPU, in bytes: the memory of its devices, and of Python,
+    JAX, compilation and the data. None on other hardware."""
 
 
 def make_plan(
     config: TrainConfig, dataset: Dataset, out: Path, evaluations: EvaluationPlan
 ) -> Plan:
-    """The plan of a run on a dataset."""
+    """Plan a run on a dataset; `out` is its directory."""
     tokens = config.steps * config.batch_size * config.model.block_size
     return Plan(
         config=config,
@@ -42,13 +42,15 @@ def make_plan(
         validation_tokens=len(dataset.validation),
         parameters=sum(part.parameters for part in parts_of(config.model)),
         memory=training_memory(config),
-        flops=3 * flops_per_token(config.model) * tokens,  # the backward pass takes twice as many
+        # the backward pass takes twice as many FLOPs
+        flops=3 * flops_per_token(config.model) * tokens,
         evaluations=evaluations,
     )
 
 
 def with_process_memory(plan: Plan, used: int | None) -> Plan:
-    """The plan for a CPU, where `used` is what the process takes without a state and its steps."""
+    """Complete the plan for a CPU; `used` is the memory of the process without a state and its
+    steps."""
     if used is None or plan.memory is None:
         return plan
     devices = abstract_mesh(plan.config.mesh).size

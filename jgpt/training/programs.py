@@ -1,4 +1,4 @@
-"""Shapes of a forward pass, a step of decoding and a train step, traced without computing."""
+"""The shapes of a forward pass, a decoding step and a train step, traced without computing."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jgpt.training.step import make_train_steps
 
 
 def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """The forward pass of `batch` sequences of `time` tokens."""
+    """Trace the forward pass of `batch` sequences of `time` tokens."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, time), jnp.int32)
 
@@ -24,7 +24,8 @@ def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 
 
 def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """Decode one token for each of `batch` sequences, over a KV cache of `time` positions."""
+    """Trace the decoding of one token for each of `batch` sequences, with a KV cache of `time`
+    positions."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
@@ -40,7 +41,7 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
 
 
 def trace_train(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """A train step over `batch` windows of `time` targets."""
+    """Trace a train step over `batch` windows of `time` targets."""
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.int32)

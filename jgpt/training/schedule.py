@@ -12,22 +12,22 @@ from jgpt.config import OptimizerConfig
 def learning_rate_schedule(
     config: OptimizerConfig, steps: int, peak: float | None = None
 ) -> optax.Schedule:
-    """The learning-rate schedule, with `peak` (the config's learning rate by default) at its top.
+    """Make the learning-rate schedule, whose highest rate is `peak` (default: the config's rate).
 
-    Linear warmup, then constant, cosine decay, or warmup-stable-decay with a linear decay (wsd:
-    Hu et al. 2024, section 4), which is shorter where the warmup reaches into it.
+    It is a linear warmup, then a constant rate, cosine decay, or warmup-stable-decay with a linear
+    decay (wsd: Hu et al. 2024, section 4). The decay is shorter if the warmup would overlap it.
     """
     if peak is None:
         peak = config.learning_rate
-    if config.schedule_steps is not None:  # a run that goes on further keeps its curve
+    if config.schedule_steps is not None:  # a run that is trained further keeps its schedule
         steps = config.schedule_steps
     warmup = config.warmup_steps
     after_warmup = max(steps - warmup, 1)
-    first = peak / (warmup + 1)  # not 0: the first step would change nothing
-    # as a fraction: groups with other peaks decay in proportion
+    first = peak / (warmup + 1)  # not 0, since the first step would change nothing
+    # As a fraction, so that groups with other peaks decay in proportion.
     lowest = config.min_learning_rate / config.learning_rate
     constant = optax.constant_schedule(peak)
-    # each piece counts its steps from its own beginning
+    # Each piece counts its steps from its own beginning.
     pieces = [optax.linear_schedule(first, peak, warmup)]
     boundaries = [warmup]
     match config.schedule:
@@ -38,7 +38,8 @@ def learning_rate_schedule(
         case "wsd":
             decay = round(steps * config.decay_fraction)
             decay = max(decay, 1)
-            # or the run would end above its minimum: at 0.62 of the peak after 80% of warmup
+            # Otherwise the run would end above its minimum: at 0.62 of the peak after 80% of
+            # warmup.
             decay = min(decay, after_warmup)
             pieces.append(constant)
             pieces.append(optax.linear_schedule(peak, peak * lowest, decay))

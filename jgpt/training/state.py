@@ -1,4 +1,4 @@
-"""The train state: the first one, its shapes, its shardings, and as checkpoints have it."""
+"""The train state: its first value, shapes, shardings, and its form in checkpoints."""
 
 import functools
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import record, typed
 from jgpt.training.optimizer import make_optimizer
 
-# One key for each purpose, from the same seed. Batches fold the step into the seed's key itself:
-# the batches of a run don't depend on what else is drawn.
+# One key for each purpose, from the same seed. Batches fold the step into the seed's key itself, so
+# that the batches of a run don't depend on other random numbers.
 _INIT_STREAM = 1
 _DROPOUT_STREAM = 2
 
@@ -45,7 +45,7 @@ class TrainState:
 
 @typed
 def init_state(config: TrainConfig) -> TrainState:
-    """Initial parameters, optimizer state and step 0 from the config's seed.
+    """Make the initial parameters, optimizer state and step 0 from the config's seed.
 
     If a mesh is set, each device makes its own shards.
     """
@@ -55,7 +55,7 @@ def init_state(config: TrainConfig) -> TrainState:
         return _first_state(config, weights_of(create_model(config.model, rngs=rngs)))
 
     if current_mesh().empty:
-        return make()  # not under one jit: a small program per shape compiles faster, to less code
+        return make()  # not under one jit: small programs, one per shape, compile faster
     return jax.jit(make, out_shardings=state_specs(config))()
 
 
@@ -65,7 +65,7 @@ def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
     optimizer_state = jax.jit(optimizer.init)(weights)
     if config.optimizer.ema_decay > 0:
-        # the average: in 16 bits, what it moves by in a step would be rounded to nothing
+        # In 16 bits, the average's change in a step would be rounded to nothing.
         weights = jax.tree.map(at_least_float32, weights)
     state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
     if stacking.uses_stacked_blocks(config.model):
@@ -75,35 +75,37 @@ def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
 
 @typed
 def dropout_stream(seed: int) -> Key[Array, ""]:
-    """The dropout key of a seed; each step folds in its number.
+    """Return the dropout key of a seed; each step folds in its number.
 
-    It is an argument of the steps, so that another seed needs no new compilation.
+    The key is an argument of the steps, so that another seed needs no new compilation.
     """
     return _stream(seed, _DROPOUT_STREAM)
 
 
 def abstract_state(config: TrainConfig) -> TrainState:
-    """The shapes and dtypes of the train state."""
+    """Return the shapes and dtypes of the train state."""
     weights = weights_of(abstract_model(config.model))
     return jax.eval_shape(functools.partial(_first_state, config), weights)
 
 
 def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
-    """How the train state is sharded over a mesh, by default the one that is set."""
+    """Return the sharding of the train state over `mesh`, by default the one that is set."""
     if mesh is None:
         mesh = current_mesh()
     state = abstract_state(config)
     weight_specs = rules.weight_specs(abstract_model(config.model), mesh)
     if _is_stacked(state):
         weight_specs = stacking.stack_specs(weight_specs)
-    # moments are sharded as their weights: the optimizer state has trees like theirs inside
+    # Moments are sharded like their weights: the optimizer state contains trees like that of the
+    # weights.
     specs = rules.specs_like(state, weight_specs)
-    # as compiled programs return them, or the train steps would be compiled for both spellings
+    # Compiled programs return specs in this form. With both forms, the train steps would be
+    # compiled twice.
     return jax.tree.map(rules.without_trailing_none, specs)
 
 
 def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """The state of train steps, from a state with each block's own arrays."""
+    """Stack the arrays of the blocks in a state, as the train steps need them."""
     if not stacking.uses_stacked_blocks(config.model):
         return state
     specs = None
@@ -113,14 +115,15 @@ def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
 
 
 def unstack_state(state: TrainState) -> TrainState:
-    """The state with each block's own arrays, as in checkpoints."""
+    """Unstack the arrays of the blocks in a state, as checkpoints store them."""
     if not _is_stacked(state):
         return state
     return jax.jit(stacking.unstack_blocks)(state)
 
 
 def is_finite(config: TrainConfig, state: TrainState) -> bool:
-    """Whether all values of a state are finite; in one of a custom optimizer, all parameters.
+    """Return whether all values of a state are finite; with a custom optimizer, only the
+    parameters.
 
     Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
     """
@@ -134,7 +137,7 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
     return bool(_all_finite(floats))
 
 
-# one program and one answer: asking array by array would wait for the device as many times
+# One program returns one answer; a question for each array would wait for the device each time.
 @jax.jit
 @typed
 def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
@@ -149,6 +152,6 @@ def _is_stacked(state: TrainState) -> bool:
 
 @typed
 def _stream(seed: int, stream: int) -> Key[Array, ""]:
-    # `jit` makes an int32 of a Python number: seeds past 2**31 would overflow
+    # `jit` makes an int32 of a Python number, and seeds from 2**31 on would overflow.
     key = jax.random.key(np.uint32(seed))
     return jax.random.fold_in(key, stream)

@@ -1,4 +1,4 @@
-"""Train and evaluation steps: pure functions of (state, batch), jit-compiled."""
+"""Train and evaluation steps: pure functions of (state, batch), compiled with jit."""
 
 from dataclasses import dataclass
 
@@ -32,17 +32,18 @@ class Metrics:
 
 @typed
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
-    """A jitted function that takes `count` steps, on the first `count` windows.
+    """Make a jitted function that takes `count` steps, on the first `count` windows.
 
     It maps (state, windows, key, count, first_step=None) to (state, metrics). One program serves
-    every count. The state is donated. A step whose loss or gradient is not finite is skipped, and
-    so are all after it, in later calls too: their `first_step` is ahead of the state's step.
+    every count. The state is donated. If the loss or gradient of a step is not finite, this step
+    and all later ones are skipped. Later calls skip theirs, too: their `first_step` is ahead of the
+    state's step.
     """
     micro_batches = config.micro_batches
     if micro_batches == "auto":
         raise ValueError("micro_batches=auto has to be decided first, by plan.with_micro_batches")
-    # Made once, outside of what is traced. Nothing of the seed is in here: it comes in as the key,
-    # so that another seed needs no other program.
+    # Made once, outside of the traced function. The seed enters only as the key, so that another
+    # seed needs no other program.
     merge = stacking.model_merger(config.model)
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
@@ -58,7 +59,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     def gradients_of(
         weights: LikeWeights, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], LikeWeights]:
-        if micro_batches == 1:  # without a scan, and with the step's key as it is
+        if micro_batches == 1:  # no scan, and the step's key unchanged
             loss, gradients = jax.value_and_grad(loss_of)(weights, window, key)
             return loss, jax.tree.map(at_least_float32, gradients)
         parts = rules.split_batch(window, micro_batches)  # micro_batches batch window
@@ -70,10 +71,10 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
             return jax.tree.map(jnp.add, total, loss_and_gradients), None
 
         loss = jnp.zeros((), loss_dtype(config.model))
-        # a sum of 16-bit gradients in 16 bits was 6% off with 128 micro-batches
+        # A sum of 16-bit gradients in 16 bits was 6% off with 128 micro-batches.
         sums = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(leaf)), weights)
         total, _ = jax.lax.scan(add, (loss, sums), (parts, keys))
-        # of equal size: the mean over micro-batches is the mean over the batch
+        # Micro-batches have equal sizes, so that the mean over them is the mean over the batch.
         return jax.tree.map(lambda leaf: leaf / micro_batches, total)
 
     @typed
@@ -81,8 +82,9 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         state: TrainState, window: Int[Array, "batch window"], key: Key[Array, ""]
     ) -> tuple[TrainState, tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]]:
         window = rules.shard_by_name(window, "batch", None)
-        step_key = jax.random.fold_in(key, state.step)  # a step can be replayed, and resumed
-        # with `ema_decay` the state's weights are an average, which nothing is differentiated at
+        # folded in, so that a step can be replayed and a run resumed
+        step_key = jax.random.fold_in(key, state.step)
+        # With `ema_decay`, the state's weights are an average, at which no gradient is taken.
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients = gradients_of(trained, window, step_key)
         norm = optax.tree.norm(gradients)
@@ -90,11 +92,12 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:
-            # updates may be replicated, as Muon's are: the state stays sharded
+            # Updates may be replicated, as Muon's are, but the state stays sharded.
             stepped = rules.constrain(stepped, state_specs(config))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        # A step that is not finite leaves the state as it was, its number too: `steps` ends there.
+        # A step that is not finite leaves the state and its step unchanged, so that `steps` ends
+        # there.
         def new_if_finite(new, old):
             return jnp.where(finite, new, old)
 
@@ -112,14 +115,15 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     ) -> tuple[TrainState, Metrics]:
         first = state.step
         if first_step is not None:
-            # for a call that was dispatched before it was known whether the last one was finite
+            # A call is dispatched before it is known whether the call before ended with finite
+            # values.
             first = first_step
 
-        # A dynamic trip count: one program for every count, and bitwise equal steps however they
-        # are grouped into calls.
+        # The trip count is dynamic, so that one program serves every count, and steps are bitwise
+        # equal however they are grouped into calls.
         def unfinished(carry):
             i, state, _ = carry
-            # the step lags behind after one that was not finite: that one was the last
+            # After a step that was not finite, the state's step lags behind and the loop ends.
             return (i < count) & (state.step == first + i)
 
         def body(carry):
@@ -139,11 +143,11 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
 
 def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
-    """A jitted function that sums the losses of counted targets over batches of windows.
+    """Make a jitted function that sums the losses of counted targets over batches of windows.
 
-    It maps (weights, windows, counts, total=None) to the sum, added to a total if there is one: the
-    batches may be split over calls and the sum stays the same to the last bit. A batch without
-    counted targets is skipped at run time.
+    It maps (weights, windows, counts, total=None) to the sum, which includes `total` if there is
+    one. If the batches are split over calls, the sum stays the same to the last bit. A batch
+    without counted targets is skipped at run time.
     """
     merge = stacking.model_merger(config)
 
@@ -161,19 +165,20 @@ def make_eval_step(config: ModelConfig) -> jax.stages.Wrapped:
             counted = rules.shard_by_name(counted, "batch", None)
 
             def added():
-                model = merge(weights)  # in here: the head may be set to a gathered one
+                # merged inside, since the head may be replaced by a gathered one
+                model = merge(weights)
                 losses = target_losses(model, window)  # batch time
                 return total + jnp.where(counted, losses, 0).sum()
 
             def unchanged():
                 return total
 
-            # every call has the same number of batches, of which some may be padding
+            # Every call has the same number of batches, some of which may be padding.
             return jax.lax.cond(counted.any(), added, unchanged), None
 
         if total is None:
             total = jnp.zeros((), loss_dtype(config))
-        total = total.astype(loss_dtype(config))  # of both branches of the condition
+        total = total.astype(loss_dtype(config))  # both branches of the condition need this dtype
         total, _ = jax.lax.scan(add, total, (windows, counts))
         return total
 
