@@ -112,6 +112,11 @@ def copy_runs(page: Path, run: Path, folder: Path, made: str) -> None:
 # --- Python --------------------------------------------------------------------------------------
 
 
+def without_lines(text: str) -> str:
+    """A text whose places in the package have no line number, which any edit above them moves."""
+    return re.sub(r"\b(transformer\.py):\d+", r"\1:N", text)
+
+
 def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     """The output of a block, or the error if the page shows one."""
     code = compile("\n" * (block.line - 1) + block.code, page, "exec")
@@ -140,7 +145,8 @@ def test_python_gives_what_the_page_shows(page, trained, tmp_path):
     with contextlib.chdir(tmp_path), np.printoptions():
         for block in blocks(page.read_text()):
             if block.language == "python":
-                assert run_python(block, names, name(page)) == block.shown, block
+                printed = run_python(block, names, name(page))
+                assert without_lines(printed) == without_lines(block.shown), block
 
 
 # --- commands ------------------------------------------------------------------------------------
