@@ -1,6 +1,5 @@
 """Attention by hand: what a query reads, from whom, and never from its future."""
 
-import functools
 import math
 
 import jax
@@ -15,35 +14,60 @@ from jgpt.nn.attention import apply_rotary
 from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
-BATCH, TIME, CONTEXT, EMBED_DIM, NUM_HEADS = 2, 5, 7, 12, 3
+BATCH = 2
+TIME = 5
+CONTEXT = 7
+EMBED_DIM = 12
+NUM_HEADS = 3
 X = normal(1, BATCH, TIME, EMBED_DIM)
 
 
 def test_weights_by_hand():
     # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
     query = jnp.array([[2.0, 0.0, 0.0, 0.0]])
-    key = jnp.array([[0.0, 9, 9, 9], [math.log(2), 0, 0, 0], [math.log(5), 0, 0, 0]])
-    value = jnp.array([[8.0, 0.0], [0.0, 8.0], [16.0, 0.0]])
+    key = jnp.array(
+        [
+            [0.0, 9, 9, 9],
+            [math.log(2), 0, 0, 0],
+            [math.log(5), 0, 0, 0],
+        ]
+    )
+    value = jnp.array(
+        [
+            [8.0, 0],
+            [0, 8],
+            [16, 0],
+        ]
+    )
     all_but_the_last = jnp.array([[True, True, False]])
     nothing = jnp.array([[False, False, False]])
 
-    def weights(query, key):
-        return [attention_weights(query, key, mask) for mask in (None, all_but_the_last, nothing)]
+    def read(query, key, value):
+        return {
+            "no mask": attention_weights(query, key, None),
+            "all but the last": attention_weights(query, key, all_but_the_last),
+            "nothing": attention_weights(query, key, nothing),
+            "output": attend(query, key, value),
+        }
 
-    without, masked, blind = compiled(weights, query, key)
+    found = compiled(read, query, key, value)
 
-    np.testing.assert_allclose(without, [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
-    np.testing.assert_allclose(masked, [[1 / 3, 2 / 3, 0]], rtol=1e-6)
-    np.testing.assert_allclose(blind, [[1 / 3] * 3], rtol=1e-6)  # and not a NaN
-    np.testing.assert_allclose(compiled(attend, query, key, value), [[11.0, 2.0]], rtol=1e-6)
+    np.testing.assert_allclose(found["no mask"], [[1 / 8, 2 / 8, 5 / 8]], rtol=1e-6)
+    np.testing.assert_allclose(found["all but the last"], [[1 / 3, 2 / 3, 0]], rtol=1e-6)
+    # who sees nothing reads all alike, and not a NaN
+    np.testing.assert_allclose(found["nothing"], [[1 / 3, 1 / 3, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(found["output"], [[11.0, 2.0]], rtol=1e-6)
 
 
 def test_huge_affinities_are_no_infinity():
     """1e15 times 1e15 fits into float32, and its exponential doesn't."""
     query = jnp.full((1, 4), 1e15)
-    key = jnp.array([[1e15] * 4, [-1e15] * 4])
+    same = jnp.full(4, 1e15)
+    key = jnp.stack([same, -same])
 
-    assert compiled(attention_weights, query, key).tolist() == [[1, 0]]
+    weights = compiled(attention_weights, query, key)
+
+    assert weights.tolist() == [[1, 0]]
 
 
 def test_the_softmax_of_bfloat16_is_float32():
@@ -75,32 +99,45 @@ MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
 def test_many_heads_are_the_heads_side_by_side_and_projected(options, cross):
     module = attention(**{"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS, **options})
     heads = [module.head(index) for index in range(module.num_heads)]
-    context = [normal(2, BATCH, CONTEXT, EMBED_DIM)] if cross else []
+    inputs = [X]
+    if cross:
+        context = normal(2, BATCH, CONTEXT, EMBED_DIM)
+        inputs.append(context)
 
-    def together_and_side_by_side(*inputs):
-        outputs = jnp.concatenate([head(*inputs) for head in heads], axis=-1)
-        weights = jnp.stack([head.weights(*inputs) for head in heads], axis=1)
-        return (
-            (module(*inputs), module.projection(outputs)),
-            (module.weights(*inputs), weights),
-        )
+    def together(*inputs):
+        return module(*inputs), module.weights(*inputs)
 
-    outputs, weights = compiled(together_and_side_by_side, X, *context)
+    def side_by_side(*inputs):
+        outputs = [head(*inputs) for head in heads]
+        weights = [head.weights(*inputs) for head in heads]
+        projected = module.projection(jnp.concatenate(outputs, axis=-1))
+        return projected, jnp.stack(weights, axis=1)
 
-    np.testing.assert_allclose(*outputs, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-5)
+    def both(*inputs):
+        return together(*inputs), side_by_side(*inputs)
+
+    (outputs, weights), (expected_outputs, expected_weights) = compiled(both, *inputs)
+
+    # loud numbers: the order of adding is seen in the fourth digit
+    np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-3, atol=1e-5)
     # each head has queries of its own, and the keys of its group
-    keys = {np.asarray(head.key.kernel[...]).tobytes() for head in heads}
-    assert len(keys) == module.num_kv_heads
-    queries = {np.asarray(head.query.kernel[...]).tobytes() for head in heads}
+    queries = set()
+    keys = set()
+    for head in heads:
+        queries.add(np.asarray(head.query.kernel[...]).tobytes())
+        keys.add(np.asarray(head.key.kernel[...]).tobytes())
     assert len(queries) == module.num_heads
+    assert len(keys) == module.num_kv_heads
 
 
 def test_a_head_is_a_copy():
     module = attention(EMBED_DIM, NUM_HEADS)
     head = module.head(1)
     before = np.asarray(head.query.kernel[...])
-    module.query.kernel[...] = jnp.zeros_like(module.query.kernel[...])
+    kernel = module.query.kernel
+
+    kernel[...] = jnp.zeros_like(kernel[...])
 
     assert np.array_equal(head.query.kernel[...], before)
     assert before.any()
@@ -108,8 +145,10 @@ def test_a_head_is_a_copy():
 
 @pytest.mark.parametrize("index", [-1, NUM_HEADS])
 def test_there_is_no_other_head(index):
+    module = attention(EMBED_DIM, NUM_HEADS)
+
     with pytest.raises(ValueError, match=f"there is no head {index}: the heads are 0 to 2"):
-        attention(EMBED_DIM, NUM_HEADS).head(index)
+        module.head(index)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
@@ -118,34 +157,55 @@ def test_there_is_no_other_head(index):
     [(False, None, None), (True, None, 0.3), (True, 1, 0.3), (True, 3, None)],
 )
 def test_fused_attention_is_attention_forward_and_backward(causal, window, kv_heads, scale):
-    length = TIME if causal else CONTEXT
+    key_length = CONTEXT
+    mask = None
+    if causal:
+        key_length = TIME
+        mask = causal_mask(TIME, window)
     query = normal(0, BATCH, 6, TIME, 4)
-    key = normal(1, BATCH, kv_heads, length, 4)
-    value = normal(2, BATCH, kv_heads, length, 4)
-    gradient = normal(3, BATCH, 6, TIME, 4)
+    key = normal(1, BATCH, kv_heads, key_length, 4)
+    value = normal(2, BATCH, kv_heads, key_length, 4)
+    output_gradient = normal(3, BATCH, 6, TIME, 4)
 
     def plain(query, key, value):
-        mask = causal_mask(TIME, window) if causal else None
-        return attend(query, repeat_heads(key, 6), repeat_heads(value, 6), mask, scale=scale)
+        keys = repeat_heads(key, 6)
+        values = repeat_heads(value, 6)
+        return attend(query, keys, values, mask, scale=scale)
 
-    def fused(window=window, scale=scale):
-        options = {"causal": causal, "window": window, "scale": scale}
-        return functools.partial(fused_attend, **options, implementation="xla")
+    def fused(query, key, value, window=window, scale=scale):
+        return fused_attend(
+            query,
+            key,
+            value,
+            causal=causal,
+            window=window,
+            scale=scale,
+            implementation="xla",
+        )
 
-    def outputs_and_gradients(*qkv):
-        found, pull_back = jax.vjp(fused(), *qkv)
-        expected, plain_pull_back = jax.vjp(plain, *qkv)
-        others = [fused(scale=0.2)(*qkv), fused(window=2)(*qkv)]
-        return (found, *pull_back(gradient)), (expected, *plain_pull_back(gradient)), others
+    def output_and_gradients(function, *qkv):
+        output, pull_back = jax.vjp(function, *qkv)
+        return output, *pull_back(output_gradient)
 
-    found, expected, (scaled, windowed) = compiled(outputs_and_gradients, query, key, value)
+    def everything(*qkv):
+        return {
+            "fused": output_and_gradients(fused, *qkv),
+            "plain": output_and_gradients(plain, *qkv),
+            "other scale": fused(*qkv, scale=0.2),
+            "other window": fused(*qkv, window=2),
+        }
 
-    for one, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-5)
-    # of a single key any scale makes a weight of 1
-    assert np.allclose(scaled, expected[0], atol=1e-2) == (window == 1)
+    results = compiled(everything, query, key, value)
+
+    for found, expected in zip(results["fused"], results["plain"], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    plain_output = results["plain"][0]
+    # with a single key any scale gives it a weight of 1
+    scale_is_unseen = np.allclose(results["other scale"], plain_output, atol=1e-2)
+    assert scale_is_unseen == (window == 1)
     # a window without an order is not heeded
-    assert np.allclose(windowed, expected[0], atol=1e-3) == (not causal)
+    window_is_unseen = np.allclose(results["other window"], plain_output, atol=1e-3)
+    assert window_is_unseen == (not causal)
 
 
 def test_heads_that_can_t_be_shared_are_refused():
@@ -157,14 +217,17 @@ def test_heads_that_can_t_be_shared_are_refused():
 
 def test_a_module_fuses_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
-    options = {
-        "dtype": "bfloat16",
-        "activation_dtype": "bfloat16",
-        "num_kv_heads": 1,
-        "scale": 0.3,
-        "window": 2,
-    }
-    module = loud(attention(16, 2, dropout=0.5, **options), size=0.1)
+    module = attention(
+        16,
+        2,
+        dropout=0.5,
+        dtype="bfloat16",
+        activation_dtype="bfloat16",
+        num_kv_heads=1,
+        scale=0.3,
+        window=2,
+    )
+    loud(module, size=0.1)
     x = normal(1, BATCH, TIME, 16)
     context = normal(2, BATCH, CONTEXT, 16)
     calls = []
@@ -173,37 +236,52 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
         calls.append((options["causal"], key.shape[1:3]))
         return fused_attend(query, key, value, implementation="xla", **options)
 
-    def read(x, context):
-        return module(x), module(x, context)
+    def read():
+        # a function of its own each time: JAX would reuse the program that was traced before
+        def self_and_cross(x, context):
+            return module(x), module(x, context)
 
-    expected = compiled(read, x, context)
+        return compiled(self_and_cross, x, context)
+
+    def trace_training():
+        def train(key):
+            return module(x, rngs=nnx.Rngs(dropout=key))
+
+        jax.eval_shape(train, jax.random.key(1))
+
+    plain = read()
     module.fused = True
     monkeypatch.setattr(kernels, "fused_attend", kernel)
-    for found, wanted in zip(
-        compiled(lambda *both: read(*both), x, context), expected, strict=True
-    ):
-        np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=2**-10)
-    assert calls == [(True, (1, TIME)), (False, (1, CONTEXT))]
+    fused = read()
 
-    def train(key):
-        return module(x, rngs=nnx.Rngs(dropout=key))
+    # bfloat16 has 8 significant bits
+    for found, expected in zip(fused, plain, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-10)
+    causal_self_attention = (True, (1, TIME))
+    cross_attention = (False, (1, CONTEXT))
+    assert calls == [causal_self_attention, cross_attention]
 
-    jax.eval_shape(train, jax.random.key(1))
-    assert len(calls) == 2
+    trace_training()
+    assert len(calls) == 2  # the kernel can't drop weights
     module.dropout = 0.0  # a key alone drops nothing
-    jax.eval_shape(lambda key: train(key), jax.random.key(1))
+    trace_training()
     assert len(calls) == 3
 
 
 def test_turning_is_as_narrow_as_what_it_turns():
     x = normal(0, TIME, 6, dtype=jnp.bfloat16)
-    position = jnp.arange(1000, 1000 + TIME)
+    position = jnp.arange(1000, 1000 + TIME)  # far away, where features have turned far
+
+    def with_default_base(x, position):
+        return apply_rotary(x, position, base=ModelConfig.rotary_base)
+
     turned = compiled(apply_rotary, x, position)
-    assert turned.dtype == jnp.bfloat16
-    base = compiled(functools.partial(apply_rotary, base=ModelConfig.rotary_base), x, position)
-    assert np.array_equal(turned, base)  # the default, of features that turn far
-    # the angles are not narrow: 1001 and 1002 are one number in bfloat16
+    turned_by_default_base = compiled(with_default_base, x, position)
     wide = compiled(apply_rotary, x.astype(jnp.float32), position)
+
+    assert turned.dtype == jnp.bfloat16
+    assert np.array_equal(turned, turned_by_default_base)
+    # the angles are not narrow: 1001 and 1002 are one number in bfloat16
     np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)
 
 
@@ -212,12 +290,16 @@ def test_turning_is_as_narrow_as_what_it_turns():
 
 @pytest.mark.parametrize(("time", "window"), [(5, 2), (3, 1), (3, 3), (3, None), (0, None)])
 def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
-    distance = np.arange(time)[:, None] - np.arange(time)
-    farthest = time if window is None else window
+    position = np.arange(time)
+    distance = position[:, None] - position
+    farthest = time
+    if window is not None:
+        farthest = window
+
+    mask = causal_mask(time, window)
 
     expected = (distance >= 0) & (distance < farthest)
-
-    assert np.array_equal(causal_mask(time, window), expected)
+    assert np.array_equal(mask, expected)
 
 
 @pytest.mark.parametrize("window", [0, -3])
@@ -236,7 +318,10 @@ def test_a_window_is_of_the_past():
     plain = attention(EMBED_DIM, NUM_HEADS)
     context = normal(2, BATCH, CONTEXT, EMBED_DIM)
 
-    found, expected = compiled(lambda *inputs: [windowed(*inputs), plain(*inputs)], X, context)
+    def cross_attention(x, context):
+        return windowed(x, context), plain(x, context)
+
+    found, expected = compiled(cross_attention, X, context)
     assert jnp.array_equal(found, expected)
 
     windowed.causal = False
@@ -248,18 +333,20 @@ def test_a_window_is_of_the_past():
 
 def test_the_first_window_and_the_others_drop_with_keys_of_their_own(monkeypatch):
     """With the same key each window would drop the same weights."""
-    keys = []
     x = normal(1, 8, 4)
-    given = jax.random.key(5)
+    mask = causal_mask(8)
+    callers_key = jax.random.key(5)
+    keys = []
 
     def recorded(*inputs, dropout_key, dropout, **options):
         assert dropout == 0.3
-        keys.append(jax.random.key_data(dropout_key).tolist())
+        numbers = jax.random.key_data(dropout_key)
+        keys.append(numbers.tolist())
         return attend(*inputs, dropout_key=dropout_key, dropout=dropout, **options)
 
     monkeypatch.setattr(kernels, "attend", recorded)
-    attend_windowed(x, x, x, causal_mask(8), 3, dropout=0.3, dropout_key=given)
+    attend_windowed(x, x, x, mask, 3, dropout=0.3, dropout_key=callers_key)
 
     first, others = keys
     assert first != others
-    assert jax.random.key_data(given).tolist() not in keys
+    assert jax.random.key_data(callers_key).tolist() not in keys

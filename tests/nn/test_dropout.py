@@ -17,35 +17,52 @@ from tests.models import compiled, normal, random_gpt
 RATE = 0.3
 PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
 CONFIG = dataclasses.replace(PLAIN, dropout=RATE)
+FIVE_TOKENS = jnp.zeros((1, 5), jnp.int32)
 
 
 def rngs(seed):
     return nnx.Rngs(dropout=jax.random.key(seed))
 
 
+def share_deviation(count):
+    """The standard deviation of the share that is kept of so many numbers."""
+    variance = RATE * (1 - RATE) / count
+    return variance**0.5
+
+
+def small_gpt(**options):
+    config = jgpt.ModelConfig(num_heads=3, embed_dim=6, block_size=5, **options)
+    return jgpt.GPT(config, rngs=nnx.Rngs(0))
+
+
 def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     x = jnp.full((200, 500), 2.0)
 
-    y = np.asarray(apply_dropout(x, RATE, jax.random.key(0)))
+    key = jax.random.key(0)
 
-    assert set(np.unique(y)) == {np.float32(0), np.float32(2.0) / np.float32(1 - RATE)}
+    y = np.asarray(apply_dropout(x, RATE, key))
+
+    scaled = np.float32(2.0) / np.float32(1 - RATE)
+    assert set(np.unique(y)) == {np.float32(0), scaled}
     # within four standard deviations of a share of so many numbers
-    deviation = (RATE * (1 - RATE) / x.size) ** 0.5
-    assert abs((y > 0).mean() - (1 - RATE)) < 4 * deviation
+    deviation = share_deviation(x.size)
+    kept_share = (y > 0).mean()
+    assert abs(kept_share - (1 - RATE)) < 4 * deviation
     assert abs(y.mean() - 2.0) < 4 * 2.0 / (1 - RATE) * deviation
+    # without a key or a rate the array itself is returned, not a copy
     assert apply_dropout(x, RATE, None) is x
-    assert apply_dropout(x, 0.0, jax.random.key(0)) is x
+    assert apply_dropout(x, 0.0, key) is x
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.5, -0.5, float("nan")])
 def test_a_rate_is_at_least_0_and_below_1(rate):
     x = jnp.ones((3, 4))
-    for call in (
-        lambda: apply_dropout(x, rate, jax.random.key(0)),
-        lambda: attend(x, x, x, dropout=rate),
-    ):
-        with pytest.raises(ValueError, match=f"dropout={rate} must be at least 0 and below 1"):
-            call()
+    message = f"dropout={rate} must be at least 0 and below 1"
+
+    with pytest.raises(ValueError, match=message):
+        apply_dropout(x, rate, jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+        attend(x, x, x, dropout=rate)
 
 
 def test_keys_of_another_stream_are_refused():
@@ -54,17 +71,21 @@ def test_keys_of_another_stream_are_refused():
 
     with pytest.raises(ValueError, match=r"no stream for dropout: nnx.Rngs\(dropout=key\) has"):
         module(x, rngs=nnx.Rngs(params=0))
-    assert not jnp.array_equal(module(x, rngs=nnx.Rngs(0)), module(x))  # the default stream
+
+    @jax.jit
+    def with_default_stream(x):
+        return module(x, rngs=nnx.Rngs(0))
+
+    assert not jnp.array_equal(with_default_stream(x), compiled(module, x))
 
 
 def test_nothing_is_dropped_half():
     """With a cache a block can't, so the embedding must not either."""
-    config = jgpt.ModelConfig(num_layers=1, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
-    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
-    tokens = jnp.zeros((1, 5), jnp.int32)
+    model = small_gpt(num_layers=1, dropout=RATE)
+    cache = model.empty_cache(1)
 
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
-        model(tokens, cache=model.empty_cache(1), rngs=rngs(1))
+        model(FIVE_TOKENS, cache=cache, rngs=rngs(1))
 
 
 MODULES = [
@@ -80,9 +101,13 @@ X = normal(3, 2, 7, 6)
 def test_attention_drops_weights_before_heads_are_merged(window):
     config = dataclasses.replace(CONFIG, attention_window=window)
     module = jgpt.MultiHeadAttention(config, rngs=nnx.Rngs(0))
-    heads = jgpt.capture(module, "attend_windowed")
-    whole = heads(X)["attend_windowed"]
-    dropped = heads(X, rngs=rngs(1))["attend_windowed"]
+    captured = jgpt.capture(module, "attend_windowed")
+
+    # compiled as one program each: eagerly, every operation is compiled alone
+    evaluate = jax.jit(lambda x: captured(x)["attend_windowed"])
+    train = jax.jit(lambda x: captured(x, rngs=rngs(1))["attend_windowed"])
+    whole = evaluate(X)
+    dropped = train(X)
 
     assert not jnp.array_equal(whole, dropped)
 
@@ -96,82 +121,114 @@ def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     training.train()
 
     @jax.jit
-    def train(x, key):
-        return [each(x, rngs=nnx.Rngs(dropout=key)) for each in (module, training, plain)]
+    def with_key(x, key):
+        return {
+            "module": module(x, rngs=nnx.Rngs(dropout=key)),
+            "after train()": training(x, rngs=nnx.Rngs(dropout=key)),
+            "without a rate": plain(x, rngs=nnx.Rngs(dropout=key)),
+        }
 
-    evaluated, without = jax.jit(lambda x: (module(x), plain(x)))(X)
-    first, trained, kept = train(X, jax.random.key(1))
-    other, _, _ = train(X, jax.random.key(2))
+    @jax.jit
+    def without_key(x):
+        return {"module": module(x), "without a rate": plain(x)}
 
-    assert jnp.abs(evaluated).max() > 0
-    assert jnp.array_equal(without, evaluated)
-    assert jnp.array_equal(kept, evaluated)
-    assert jnp.array_equal(trained, first)
-    assert not jnp.array_equal(first, other)
-    assert not jnp.array_equal(first, evaluated)
+    evaluated = without_key(X)
+    first = with_key(X, jax.random.key(1))
+    second = with_key(X, jax.random.key(2))
+
+    assert jnp.abs(evaluated["module"]).max() > 0
+    assert jnp.array_equal(evaluated["without a rate"], evaluated["module"])
+    assert jnp.array_equal(first["without a rate"], evaluated["module"])
+    assert jnp.array_equal(first["after train()"], first["module"])
+    assert not jnp.array_equal(first["module"], second["module"])
+    assert not jnp.array_equal(first["module"], evaluated["module"])
 
 
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
 def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
-    config = jgpt.ModelConfig(
+    model = small_gpt(
         num_layers=1,
-        num_heads=3,
-        embed_dim=6,
-        block_size=5,
         ngram_sizes=(2,),
         dropout=dropout,
         ngram_dropout=ngram_dropout,
     )
-    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
-    tokens = jnp.zeros((1, 5), jnp.int32)
 
     def loss(model):
-        return jgpt.cross_entropy(model(tokens), tokens)
+        logits = model(FIVE_TOKENS)
+        return jgpt.cross_entropy(logits, FIVE_TOKENS)
 
     model.train()
     for call in (loss, nnx.value_and_grad(loss), nnx.jit(loss)):
         with pytest.raises(ValueError, match=rf"after train\(\), dropout={RATE} needs"):
             nnx.eval_shape(call, model)
     with pytest.raises(ValueError, match="eval method switches back to evaluation"):
-        jgpt.generate(model, tokens, 2, key=jax.random.key(0))
-    model.eval()
+        jgpt.generate(model, FIVE_TOKENS, 2, key=jax.random.key(0))
+
+    model.eval()  # and after it nothing needs a key
     nnx.eval_shape(loss, model)
 
 
 def test_training_drops_the_n_grams_of_whole_positions():
-    sizes = {"vocab_size": 17, "block_size": 64, "num_layers": 1, "num_heads": 3, "embed_dim": 6}
-    ngrams = {"ngram_sizes": (2, 4), "ngram_rows": 19, "ngram_dropout": RATE}
-    model = random_gpt("nanogpt", **sizes, **ngrams)
-    tokens = jnp.asarray(np.random.default_rng(2).integers(17, size=(40, 64)))
+    model = random_gpt(
+        "nanogpt",
+        vocab_size=17,
+        block_size=64,
+        num_layers=1,
+        num_heads=3,
+        embed_dim=6,
+        ngram_sizes=(2, 4),
+        ngram_rows=19,
+        ngram_dropout=RATE,
+    )
+    random = np.random.default_rng(2)
+    tokens = jnp.asarray(random.integers(17, size=(40, 64)))  # enough for a share to be seen
     assert model.ngram_embedding is not None
     added = np.asarray(compiled(model.ngram_embedding, tokens))
-    bare = np.asarray(compiled(model.embed, tokens)) - added
-    train = jax.jit(lambda key: model.embed(tokens, rngs=nnx.Rngs(dropout=key)))
+    embedded = np.asarray(compiled(model.embed, tokens))
+    without_ngrams = embedded - added
 
-    def kept(seed):
-        """What is left of the n-grams, as a part of them."""
-        left = np.asarray(train(jax.random.key(seed))) - bare
+    @jax.jit
+    def train(key):
+        return model.embed(tokens, rngs=nnx.Rngs(dropout=key))
+
+    def kept_ratio(seed):
+        """What is left of the n-grams at each position, as a part of them."""
+        trained = np.asarray(train(jax.random.key(seed)))
+        left = trained - without_ngrams
         ratio = (left * added).sum(-1) / (added * added).sum(-1)
         # all of a position's features are scaled alike
-        assert abs(left - ratio[..., None] * added).max() < 1e-5
+        difference = left - ratio[..., None] * added
+        assert abs(difference).max() < 1e-5
         return ratio
 
-    ratio = kept(3)
+    ratio = kept_ratio(3)
     is_kept = ratio > 0.5
-    np.testing.assert_allclose(ratio, np.where(is_kept, 1 / (1 - RATE), 0), atol=1e-3)
-    assert abs(is_kept.mean() - (1 - RATE)) < 4 * (RATE * (1 - RATE) / ratio.size) ** 0.5
+    expected = np.where(is_kept, 1 / (1 - RATE), 0)
+    np.testing.assert_allclose(ratio, expected, atol=1e-3)
+    # within four standard deviations of a share of so many positions
+    kept_share = is_kept.mean()
+    assert abs(kept_share - (1 - RATE)) < 4 * share_deviation(ratio.size)
     assert not np.array_equal(is_kept[0], is_kept[1])
-    np.testing.assert_allclose(kept(3), ratio, atol=1e-6)
-    assert not np.array_equal(kept(4) > 0.5, is_kept)
+
+    # the key alone decides
+    again = kept_ratio(3)
+    np.testing.assert_allclose(again, ratio, atol=1e-6)
+    other_is_kept = kept_ratio(4) > 0.5
+    assert not np.array_equal(other_is_kept, is_kept)
 
 
 def test_no_dropout_is_the_default():
-    assert jgpt.ModelConfig().dropout == jgpt.Head(6, 5, rngs=nnx.Rngs(0)).dropout == 0
+    head = jgpt.Head(6, 5, rngs=nnx.Rngs(0))
+
+    assert jgpt.ModelConfig().dropout == 0
+    assert head.dropout == 0
 
 
 def test_attention_drops_nothing_unless_it_is_asked_to():
     """A key alone is no rate: the default rate is zero."""
-    query, key, value = (normal(seed, 2, 7, 6) for seed in range(3))
+    query = normal(0, 2, 7, 6)
+    key = normal(1, 2, 7, 6)
+    value = normal(2, 2, 7, 6)
 
     def attended(query, key, value, dropout_key):
         mask = jgpt.causal_mask(7, 3)
@@ -191,10 +248,15 @@ def test_attention_drops_nothing_unless_it_is_asked_to():
 
 
 def test_each_place_drops_for_itself():
-    config = jgpt.ModelConfig(num_layers=2, num_heads=3, embed_dim=6, block_size=5, dropout=RATE)
-    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    model = small_gpt(num_layers=2, dropout=RATE)
     stream = rngs(4)
-    nnx.jit(lambda model, rngs: model(jnp.zeros((1, 5), jnp.int32), rngs=rngs))(model, stream)
+
+    @nnx.jit
+    def forward(model, rngs):
+        return model(FIVE_TOKENS, rngs=rngs)
+
+    forward(model, stream)
 
     # the embedding, and in each block the attention weights and two residual branches
-    assert stream.dropout.count[...] == 1 + 2 * 3
+    places = 1 + 2 * 3
+    assert stream.dropout.count[...] == places

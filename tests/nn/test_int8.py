@@ -14,10 +14,33 @@ from tests.models import SIZES, compiled, equations, normal, random_gpt, random_
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
 
 
+def relative_error(found, exact):
+    """The largest difference, as a part of the largest number."""
+    difference = np.asarray(found) - np.asarray(exact)
+    return abs(difference).max() / abs(np.asarray(exact)).max()
+
+
+def flat_state(model):
+    return dict(nnx.to_flat_state(nnx.state(model)))
+
+
 def test_rows_are_quantised_by_hand():
-    rows, scale = quantise(jnp.array([[1.0, -2, 4, 3.97], [0, 0, 0, 0], [0.5, 0, -1, 0.1]]))
+    matrix = jnp.array(
+        [
+            [1.0, -2, 4, 3.97],
+            [0, 0, 0, 0],  # has no largest number to divide by
+            [0.5, 0, -1, 0.1],
+        ]
+    )
+
+    rows, scale = quantise(matrix)
+
     assert rows.dtype == jnp.int8
-    assert rows.tolist() == [[32, -64, 127, 126], [0, 0, 0, 0], [64, 0, -127, 13]]
+    assert rows.tolist() == [
+        [32, -64, 127, 126],
+        [0, 0, 0, 0],
+        [64, 0, -127, 13],
+    ]
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 
@@ -37,22 +60,35 @@ def test_narrow_numbers_are_quantised_in_float32():
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
     kernel = normal(0, 23, 29)
-    bias = normal(2, 29) if biased else None
+    bias = None
+    added = np.zeros(29)
+    if biased:
+        bias = normal(2, 29)
+        added = np.asarray(bias)
     x = 7 * normal(1, *shape)
 
     def layer(x):
-        return Int8Linear(kernel, bias)(x), quantise(kernel.T), quantise(x.reshape(-1, 23))
+        output = Int8Linear(kernel, bias)(x)
+        quantised_weights = quantise(kernel.T)
+        quantised_inputs = quantise(x.reshape(-1, 23))
+        return output, quantised_weights, quantised_inputs
 
-    found, (weights, weight_scale), (inputs, input_scale) = compiled(layer, x)
+    found, quantised_weights, quantised_inputs = compiled(layer, x)
 
-    added = np.zeros(29) if bias is None else np.asarray(bias)
+    weights, weight_scale = quantised_weights
+    inputs, input_scale = quantised_inputs
     # in float64 the sum of 23 products of two int8 has no rounding at all
-    integers = np.asarray(inputs, np.float64) @ np.asarray(weights, np.float64).T
-    expected = integers * np.asarray(input_scale)[:, None] * np.asarray(weight_scale) + added
-    np.testing.assert_allclose(found, expected.reshape(*shape[:-1], 29), rtol=1e-5, atol=1e-5)
+    wide_inputs = np.asarray(inputs, np.float64)
+    wide_weights = np.asarray(weights, np.float64)
+    product = wide_inputs @ wide_weights.T
+    row_scale = np.asarray(input_scale)[:, None]
+    column_scale = np.asarray(weight_scale)
+    expected = product * row_scale * column_scale + added
+    expected = expected.reshape(*shape[:-1], 29)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     # and it is not the product of what was not rounded
     unrounded = np.asarray(x) @ np.asarray(kernel) + added
-    assert 1e-3 < abs(found - unrounded).max() / abs(unrounded).max() < 0.05
+    assert 1e-3 < relative_error(found, unrounded) < 0.05
 
 
 @pytest.mark.parametrize(("rows", "multiplied"), [(1, 2), (2, 2), (3, 3)])
@@ -69,38 +105,40 @@ def test_a_product_has_two_rows_at_least(rows, multiplied):
 @pytest.mark.parametrize("family", ["nanogpt", "lecture"])
 def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
     model = random_gpt(family, use_bias=True, qkv_bias=True)
-    before = dict(nnx.to_flat_state(nnx.state(model)))
+    before = flat_state(model)
 
     quantised = with_int8_weights(model)
 
-    after = dict(nnx.to_flat_state(nnx.state(quantised)))
+    after = flat_state(quantised)
     for _, module in nnx.iter_modules(quantised):
         assert not isinstance(module, Linear)
     # nanogpt's head is tied: it is the table of tokens, which stays as it is beside a copy in int8
     assert (model.head is None) == (family == "nanogpt")
     assert quantised.head is not None
     assert quantised.head.kernel.shape == (SIZES["vocab_size"], model.embed_dim)
-    kernels = {leaf.dtype for path, leaf in after.items() if "kernel" in path}
-    assert kernels == {jnp.dtype("int8")}
+    kernel_dtypes = {leaf.dtype for path, leaf in after.items() if "kernel" in path}
+    assert kernel_dtypes == {jnp.dtype("int8")}
 
+    # all else is copied as it is, and there are biases in it
     others = [path for path in before if path[-1] != "kernel"]
     assert any(path[-2:] == ("projection", "bias") for path in others)
     for path in others:
         assert jnp.array_equal(after[path][...], before[path][...]), path
     # the model itself has the very arrays that it had
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    for path, leaf in flat_state(model).items():
         assert leaf[...] is before[path][...], path
 
-    found = quantised(PROMPT)
-    exact = model(PROMPT)
-    assert 1e-3 < abs(found - exact).max() / abs(exact).max() < 0.1  # the rounding is seen
+    found = compiled(quantised, PROMPT)
+    exact = compiled(model, PROMPT)
+    assert 1e-3 < relative_error(found, exact) < 0.1  # the rounding is seen
+    likeliest = found[:, -1].argmax(-1)
     drawn = generate(quantised, PROMPT, 1, key=jax.random.key(3), temperature=0.0)
-    assert drawn[:, -1].tolist() == found[:, -1].argmax(-1).tolist()
+    assert drawn[:, -1].tolist() == likeliest.tolist()
 
 
 def test_a_bigram_has_nothing_to_quantise():
-    with pytest.raises(
-        ValueError,
-        match=r"^a BigramLM has no linear layers to quantise: only a GPT can be in int8$",
-    ):
-        with_int8_weights(random_model("bigram"))
+    bigram = random_model("bigram")
+    message = "^a BigramLM has no linear layers to quantise: only a GPT can be in int8$"
+
+    with pytest.raises(ValueError, match=message):
+        with_int8_weights(bigram)

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt.nn.layers import (
-    LayerNorm,
-    RMSNorm,
-    rms_norm,
-)
+from jgpt.nn.layers import LayerNorm, RMSNorm, rms_norm
 from jgpt.nn.products import project, project_to_vocabulary
 from tests.models import equations
 
@@ -22,11 +18,18 @@ def test_a_wide_projection_has_a_derivative_forward_too():
     kernel = jnp.array([[2.0], [5.0]])
     x = jnp.ones((1, 2))
     along = jnp.array([[3.0, 1.0]])
-    _, slope = jax.jvp(lambda x: project(x, kernel, "float32"), (x,), (along,))
+
+    def wide(x):
+        return project(x, kernel, "float32")
+
+    def narrow(x):
+        return project(x, kernel, "bfloat16")
+
+    _, slope = jax.jvp(wide, (x,), (along,))
 
     assert slope.tolist() == [[11]]
     with pytest.raises(TypeError, match="jvp"):
-        jax.jvp(lambda x: project(x, kernel, "bfloat16"), (x,), (along,))
+        jax.jvp(narrow, (x,), (along,))
 
 
 @pytest.mark.parametrize(
@@ -44,11 +47,12 @@ def test_a_wide_projection_has_a_derivative_forward_too():
 def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
     """And none in the products of a decode step, whose copy would take longer than they do."""
     kernel = jnp.ones((3, features))
+    x = jnp.ones((*rows, 3))
 
     def logits(x):
         return project_to_vocabulary(x, kernel, jnp.float32)
 
-    jaxpr = jax.make_jaxpr(logits)(jnp.ones((*rows, 3)))
+    jaxpr = jax.make_jaxpr(logits)(x)
 
     (product,) = equations(jaxpr, "dot_general")
     assert product.outvars[0].aval.shape == (math.prod(rows), multiplied)
@@ -58,61 +62,117 @@ def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
 @pytest.mark.parametrize("activation", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_projection_and_its_gradients_by_hand(dtype, activation):
-    x = jnp.array([[[1.0, 2.0]], [[3.0, -1.0]]], dtype)
-    kernel = jnp.array([[1.0, 2, 3], [4, 5, 6]])
-
-    y, pull_back = jax.vjp(lambda x, kernel: project(x, kernel, dtype, activation), x, kernel)
-    dx, dkernel = pull_back(jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], y.dtype))
-
     # small integers, which bfloat16 has exactly: the order of adding can't be seen
+    x = jnp.array(
+        [
+            [[1.0, 2]],
+            [[3, -1]],
+        ],
+        dtype,
+    )
+    kernel = jnp.array(
+        [
+            [1.0, 2, 3],
+            [4, 5, 6],
+        ]
+    )
+
+    def projection(x, kernel):
+        return project(x, kernel, dtype, activation)
+
+    y, pull_back = jax.vjp(projection, x, kernel)
+    dy = jnp.array(
+        [
+            [[1.0, 0, 2]],
+            [[0, 1, 0]],
+        ],
+        y.dtype,
+    )
+    dx, dkernel = pull_back(dy)
+
     assert y.dtype == (activation or "float32")
-    assert y.tolist() == [[[9, 12, 15]], [[-1, 1, 3]]]
-    assert dx.dtype == dtype  # each gradient has the dtype of its own argument
+    assert y.tolist() == [
+        [[9, 12, 15]],
+        [[-1, 1, 3]],
+    ]
+    # each gradient has the dtype of its own argument
+    assert dx.dtype == dtype
     assert dkernel.dtype == "float32"
-    assert dx.tolist() == [[[7, 16]], [[2, 5]]]
-    assert dkernel.tolist() == [[1, 3, 2], [2, -1, 4]]
+    assert dx.tolist() == [
+        [[7, 16]],
+        [[2, 5]],
+    ]
+    assert dkernel.tolist() == [
+        [1, 3, 2],
+        [2, -1, 4],
+    ]
 
 
 def test_a_narrow_projection_adds_up_in_float32():
     """513 ones after a big number would each be lost in bfloat16, and the last one of the sum."""
-    row = jnp.concatenate([jnp.array([4096.0]), jnp.ones(513)])[None]
-    assert project(row, jnp.ones((514, 1)), "bfloat16").tolist() == [[4609]]
-    gradient = jax.grad(lambda kernel: project(row.T, kernel, "bfloat16").sum())(jnp.ones((1, 1)))
+    numbers = jnp.ones(514).at[0].set(4096)
+    row = numbers[None, :]
+    column = numbers[:, None]
+
+    def summed_over_rows(kernel):
+        return project(column, kernel, "bfloat16").sum()
+
+    product = project(row, jnp.ones((514, 1)), "bfloat16")
+    gradient = jax.grad(summed_over_rows)(jnp.ones((1, 1)))
+
+    assert product.tolist() == [[4609]]
     assert gradient.tolist() == [[4609]]
 
 
 def test_a_layer_norm_of_16_bits_subtracts_the_mean_in_32():
     """The mean of 259.5 would be 260 in bfloat16."""
     x = jnp.array([[256, 258, 260, 264]], jnp.bfloat16)
-    expected = np.array([[-3.5, -1.5, 0.5, 4.5]]) / 8.75**0.5
-    np.testing.assert_allclose(LayerNorm(4)(x), expected, rtol=1e-5)
+    norm = LayerNorm(4)
+
+    found = norm(x)
+
+    differences = np.array([[-3.5, -1.5, 0.5, 4.5]])
+    variance = 8.75
+    expected = differences / variance**0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_norms_add_a_hundred_thousandth_to_the_variance():
     """Mean 0 and variance 3e-5: the root of 4e-5 divides."""
     deviation = 3e-5**0.5
     x = jnp.array([[-deviation, deviation]])
+    divided = (3e-5 / 4e-5) ** 0.5
+    expected = [[-divided, divided]]
+
     for norm in (LayerNorm(2), RMSNorm(2)):
-        np.testing.assert_allclose(norm(x), [[-(0.75**0.5), 0.75**0.5]], rtol=1e-6)
+        np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
 
 
 def test_a_key_to_drop_with_is_the_next_one_or_none():
     """A rate of zero takes a key too: what follows doesn't depend on whether a place drops."""
     module = RMSNorm(2)
     rngs = nnx.Rngs(dropout=3)
-    same = nnx.Rngs(dropout=3)
+    same_rngs = nnx.Rngs(dropout=3)
 
-    drawn = [module.next_dropout_key(rngs, 0.5), module.next_dropout_key(rngs, 0.0)]
+    dropping = module.next_dropout_key(rngs, 0.5)
+    keeping = module.next_dropout_key(rngs, 0.0)
 
-    assert drawn == [same.dropout(), same.dropout()]
+    assert dropping == same_rngs.dropout()
+    assert keeping == same_rngs.dropout()
     assert module.next_dropout_key(None, 0.5) is None
 
 
 def test_norms_are_wide():
     """The squares of these don't fit into float16, and their mean isn't resolved in bfloat16."""
     x = jnp.array([[300.0, 400.0]], jnp.float16)
-    for norm in (RMSNorm(2), LayerNorm(2), RMSNorm(2, param_dtype=jnp.float16)):
-        assert norm(x).dtype == jnp.float32
-    np.testing.assert_allclose(RMSNorm(2)(x), [[0.6 * 2**0.5, 0.8 * 2**0.5]], rtol=1e-6)
+    norm = RMSNorm(2)
+    narrow_norm = RMSNorm(2, param_dtype=jnp.float16)
+
+    for each in (norm, LayerNorm(2), narrow_norm):
+        assert each(x).dtype == jnp.float32
+    # the root of the mean square of 300 and 400 is 500 divided by the root of 2
+    expected = [[0.6 * 2**0.5, 0.8 * 2**0.5]]
+    np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
     with jax.enable_x64(True):
-        assert rms_norm(jnp.ones(2, "float64"), 1e-5).dtype == "float64"
+        wide = rms_norm(jnp.ones(2, "float64"), 1e-5)
+    assert wide.dtype == "float64"
