@@ -1,6 +1,7 @@
 """What training and decoding cost: donated memory, compilations, and the rows of logits at once."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -27,64 +28,104 @@ TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 
 
 def test_the_whole_state_is_donated():
-    analysis = compile_steps(CONFIG).memory_analysis()
+    program = compile_steps(CONFIG)
+
+    analysis = program.memory_analysis()
     assert analysis is not None
-    assert analysis.alias_size_in_bytes >= bytes_of(abstract_state(CONFIG))
+    donated = analysis.alias_size_in_bytes
+    assert donated >= bytes_of(abstract_state(CONFIG))
 
 
 def test_the_cache_of_decoding_is_donated():
-    graph, weights = nnx.split(GPT(MODEL, rngs=nnx.Rngs(0)))
+    model = GPT(MODEL, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
     window = jnp.zeros((3, 6), jnp.int32)
     length = jnp.full(3, 2, jnp.int32)
-    cache = nnx.merge(graph, weights).empty_cache(3, 6)
+    cache = model.empty_cache(3, 6)
     sampling = jax.tree.map(jnp.float32, Sampling(1.0, None, None, None))
-    arguments = (weights, window, length, cache, 0, 5, jax.random.key(0), sampling)
-    lowered = decoding._compiled_draw.lower(*arguments, graph=graph, recomputes=False)
-    analysis = lowered.compile().memory_analysis()
 
+    lowered = decoding._compiled_draw.lower(
+        weights,
+        window,
+        length,
+        cache,
+        0,
+        5,
+        jax.random.key(0),
+        sampling,
+        graph=graph,
+        recomputes=False,
+    )
+    program = lowered.compile()
+
+    analysis = program.memory_analysis()
     assert analysis is not None
-    assert analysis.alias_size_in_bytes >= bytes_of((window, nnx.state(cache)))
+    donated = analysis.alias_size_in_bytes
+    assert donated >= bytes_of((window, nnx.state(cache)))
 
 
 def test_one_program_for_a_run_and_one_for_its_evaluations():
     steps: Any = make_train_steps(CONFIG)
     evaluate: Any = make_eval_step(MODEL)
     state = init_state(CONFIG)
+
+    # a whole call of three steps, and two that are cut short
     for first, count in ((0, 3), (3, 1), (4, 2)):
         windows = batches(TOKENS, 0, first, 3, 5, 6)
         state, _ = steps(state, windows, dropout_stream(0), count, first)
-        counts = jnp.ones((3, 5, 6), bool).at[count:].set(False)
-        evaluate(state.weights, windows, counts)
+        counts = np.zeros((3, 5, 6), bool)
+        counts[:count] = True
+        evaluate(state.weights, windows, jnp.asarray(counts))
 
-    assert (steps._cache_size(), evaluate._cache_size()) == (1, 1)
+    assert steps._cache_size() == 1
+    assert evaluate._cache_size() == 1
 
 
 def test_one_program_decodes_for_prompts_up_to_a_power_of_two():
-    model = GPT(dataclasses.replace(MODEL, block_size=64, num_heads=1), rngs=nnx.Rngs(0))
-    programs: list[Any] = [decoding._prefill, decoding._compiled_draw]
-    before = [program._cache_size() for program in programs]
+    config = dataclasses.replace(MODEL, block_size=64, num_heads=1)
+    model = GPT(config, rngs=nnx.Rngs(0))
+    prefill: Any = decoding._prefill
+    draw: Any = decoding._compiled_draw
+    prefills_before = prefill._cache_size()
+    draws_before = draw._cache_size()
+
     for length in (10, 13, 17):  # 9, 12 and 16 tokens before the last
         prompt = jnp.zeros((1, length), jnp.int32)
-        generate(model, prompt, 4, key=jax.random.key(length), temperature=0.5 + length / 10)
-    after = [program._cache_size() for program in programs]
+        key = jax.random.key(length)
+        generate(model, prompt, 4, key=key, temperature=0.5 + length / 10)
 
-    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
+    assert prefill._cache_size() == prefills_before + 1
+    assert draw._cache_size() == draws_before + 1
 
 
-def columns(function, *shapes: tuple[int, ...]) -> set[str]:
+def columns(function, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> set[str]:
     """The columns of the products in a program, from its jaxpr."""
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    text = str(jax.make_jaxpr(lambda *given: function(*given, jnp.float32))(*arrays))
-    return set(re.findall(r"f32\[\d+,(\d+)\] = dot_general", text))
+    x = jax.ShapeDtypeStruct(x_shape, jnp.float32)
+    kernel = jax.ShapeDtypeStruct(kernel_shape, jnp.float32)
+
+    def project(x, kernel):
+        return function(x, kernel, jnp.float32)
+
+    program = jax.make_jaxpr(project)(x, kernel)
+    return set(re.findall(r"f32\[\d+,(\d+)\] = dot_general", str(program)))
 
 
 @pytest.mark.parametrize(
     ("rows", "features", "padded"),
-    [(129, 1025, 1152), (128, 1025, 1025), (129, 1024, 1024), (129, 1030, 1152), (300, 1152, 1152)],
+    [
+        (129, 1025, 1152),
+        (128, 1025, 1025),
+        (129, 1024, 1024),
+        (129, 1030, 1152),
+        (300, 1152, 1152),
+    ],
 )
 def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, features, padded):
-    assert columns(project_to_vocabulary, (rows, 7), (7, features)) == {str(padded)}
-    assert columns(project_to_tied_vocabulary, (1, rows, 7), (features, 7)) == {str(padded)}
+    untied = columns(project_to_vocabulary, (rows, 7), (7, features))
+    tied = columns(project_to_tied_vocabulary, (1, rows, 7), (features, 7))
+
+    assert untied == {str(padded)}
+    assert tied == {str(padded)}
 
 
 @pytest.mark.parametrize(
@@ -98,31 +139,51 @@ def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, feature
     ],
 )
 def test_the_chunks_of_a_loss_are_few_and_balanced(batch, time, at_once, chunks, size):
-    x = jnp.zeros((batch, time, 7))
-    targets = jnp.zeros((batch, time), jnp.int32)
-    cut: Any = loss._chunked
-    xs, parts, real = jax.eval_shape(lambda x, targets: cut(x, targets, at_once), x, targets)
+    x = jax.ShapeDtypeStruct((batch, time, 7), "float32")
+    targets = jax.ShapeDtypeStruct((batch, time), "int32")
+    chunked: Any = loss._chunked
+
+    def cut(x, targets):
+        return chunked(x, targets, at_once)
+
+    xs, parts, real = jax.eval_shape(cut, x, targets)
 
     assert xs.shape == (chunks, batch, size, 7)
-    assert parts.shape == real.shape == (chunks, batch, size)
+    assert parts.shape == (chunks, batch, size)
+    assert real.shape == (chunks, batch, size)
 
 
 def test_a_gibibyte_of_logits_is_materialised_at_most():
     for vocab_size in (11, 50_257, 2**24):
+        row = 4 * vocab_size
         rows = loss.rows_at_once(vocab_size)
-        assert rows * vocab_size * 4 <= 2**30 < (rows + 1) * vocab_size * 4
+        assert rows * row <= 2**30
+        assert (rows + 1) * row > 2**30  # one more would be too many
 
 
 def test_a_step_and_an_evaluation_hold_the_logits_of_one_chunk(monkeypatch):
     """All arrays of the vocabulary's size in their programs."""
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 11 * 12)
+    twelve_rows = 4 * 11 * 12
+    monkeypatch.setattr(loss, "LOGITS_BYTES", twelve_rows)
     windows = jax.ShapeDtypeStruct((3, 5, 7), jnp.int32)
-    state: Any = abstract_state(CONFIG)
-    steps = jax.make_jaxpr(make_train_steps(CONFIG))(state, windows, dropout_stream(0), 2)
     counts = jax.ShapeDtypeStruct((3, 5, 6), bool)
-    evaluation = jax.make_jaxpr(make_eval_step(MODEL))(state.weights, windows, counts)
-    for program in (steps, evaluation):
-        shapes = set(re.findall(r"f32\[((?:\d+,)*)11\]", str(program)))
-        rows = {int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes}
+    state: Any = abstract_state(CONFIG)
+    train: Any = make_train_steps(CONFIG)
+    evaluate: Any = make_eval_step(MODEL)
+
+    step = jax.make_jaxpr(train)(state, windows, dropout_stream(0), 2)
+    evaluation = jax.make_jaxpr(evaluate)(state.weights, windows, counts)
+
+    for program in (step, evaluation):
+        rows = rows_of_the_vocabulary(str(program))
         assert 10 in rows  # two positions of five sequences
         assert max(rows) == 10
+
+
+def rows_of_the_vocabulary(program: str) -> set[int]:
+    """How many rows of 11 numbers the arrays of a program have."""
+    rows = set()
+    for leading in re.findall(r"f32\[((?:\d+,)*)11\]", program):
+        sizes = re.findall(r"\d+", leading)
+        rows.add(math.prod(int(size) for size in sizes))
+    return rows
