@@ -20,7 +20,9 @@ LETTERS = CharTokenizer("\nabcdef")
 def model():
     """Says the alphabet over and over: after each character the next one, after f a new line."""
     model = BigramLM(7, rngs=nnx.Rngs(0))
-    model.table.embedding[...] = 50 * np.roll(np.eye(7, dtype=np.float32), 1, axis=1)
+    following = np.roll(np.eye(7, dtype=np.float32), 1, axis=1)
+    # a logit 50 above the others is drawn whatever the key
+    model.table.embedding[...] = 50 * following
     return model
 
 
@@ -34,23 +36,38 @@ def test_a_sample_opens_with_a_new_line_if_there_is_one():
 @example("a🙂é".encode(), 1)
 @example(b"\xed\xa0\x80\xff", 3)
 def test_a_stream_of_any_bytes_reads_as_the_whole(data, size):
-    said = list(decoded(cut(data, size)))
+    pieces = cut(data, size)
+
+    said = list(decoded(pieces))
+
     assert "".join(said) == ByteTokenizer().decode(list(data))
 
 
 def decoded(pieces, stop=()):
     """One sequence's text as its bytes arrive."""
+    writer = _Detokenizer(ByteTokenizer(), stop)
     rows = (piece[None] for piece in pieces)
-    return (text for (text,) in _texts((_Detokenizer(ByteTokenizer(), stop),), rows) if text)
+    for (text,) in _texts((writer,), rows):
+        if text:
+            yield text
 
 
 def cut(data, size):
-    return [np.array(list(data[i : i + size])) for i in range(0, len(data), size)]
+    """Bytes as tokens, in pieces of one size."""
+    return cut_tokens(list(data), size)
+
+
+def cut_tokens(tokens: list[int], size: int) -> list[np.ndarray]:
+    starts = range(0, len(tokens), size)
+    return [np.array(tokens[start : start + size], np.int32) for start in starts]
 
 
 def test_characters_are_streamed_as_soon_as_they_are_whole():
-    assert list(decoded(cut("né🙂".encode(), 1))) == ["n", "é", "🙂"]
-    assert list(decoded([np.array([0xF0, 0x9F])])) == ["\ufffd"]
+    one_byte_each = cut("né🙂".encode(), 1)
+    half_a_character = [np.array([0xF0, 0x9F])]
+
+    assert list(decoded(one_byte_each)) == ["n", "é", "🙂"]
+    assert list(decoded(half_a_character)) == ["\ufffd"]
     assert list(decoded([])) == []
 
 
@@ -63,34 +80,48 @@ def test_characters_are_streamed_as_soon_as_they_are_whole():
 @example("aaab", ("aab", "b"), 2)
 @example("ab", ("abb", "b"), 1)
 def test_a_text_ends_before_its_first_stop_string(text, stop, size):
-    expected = text[: min([text.find(each) for each in stop if each in text], default=len(text))]
-    said = []
-    for piece in decoded(cut(text.encode(), size), stop):
-        said.append(piece)
-        assert expected.startswith("".join(said))  # nothing is ever taken back
+    end = len(text)
+    for stop_string in stop:
+        if stop_string in text:
+            end = min(end, text.find(stop_string))
+    expected = text[:end]
+    pieces = cut(text.encode(), size)
 
-    assert "".join(said) == expected
+    said = ""
+    for piece in decoded(pieces, stop):
+        said += piece
+        assert expected.startswith(said)  # nothing is ever taken back
+
+    assert said == expected
 
 
 def test_only_what_may_become_a_stop_string_is_held_back():
     pieces = cut(b"xabxabc", 1)
+    wide = cut("né🙂".encode(), 1)
+
     assert list(decoded(pieces, ("abc",))) == ["x", "abx"]
     assert list(decoded(pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
-    assert list(decoded(cut("né🙂".encode(), 1), ("é!",))) == ["n", "é🙂"]
+    assert list(decoded(wide, ("é!",))) == ["n", "é🙂"]
 
 
 def test_nothing_is_read_beyond_a_stop_string():
     pieces = iter(cut(b"one. two", 2))
-    assert list(decoded(pieces, (".",))) == ["on", "e"]
-    assert len(list(pieces)) == 2
+
+    said = list(decoded(pieces, (".",)))
+
+    assert said == ["on", "e"]
+    unread = list(pieces)
+    assert len(unread) == 2
 
 
 def test_prompts_are_continued_side_by_side(model):
     prompts = ("a", "\nabcd", "")
-    said = generate_text(model, LETTERS, prompts, 9, key=KEY, temperature=0.0)
 
-    assert said == ("bcdef\nabc", "ef\nabcdef", "abcdef\nab")
-    assert said == generate_text(model, LETTERS, prompts, 9, key=KEY)
+    greedy = generate_text(model, LETTERS, prompts, 9, key=KEY, temperature=0.0)
+    drawn = generate_text(model, LETTERS, prompts, 9, key=KEY)
+
+    assert greedy == ("bcdef\nabc", "ef\nabcdef", "abcdef\nab")
+    assert drawn == greedy
 
 
 @pytest.mark.parametrize(
@@ -108,23 +139,33 @@ def test_prompts_are_continued_side_by_side(model):
     ],
 )
 def test_each_text_ends_at_a_stop_string_of_its_own(model, prompts, count, stop, texts):
-    assert generate_text(model, LETTERS, prompts, count, key=KEY, stop=stop) == texts
+    found = generate_text(model, LETTERS, prompts, count, key=KEY, stop=stop)
+
+    assert found == texts
 
 
 def test_drawing_ends_with_the_last_text(model):
-    def calls(*stop):
-        return len(list(stream_text(model, LETTERS, ("a", "d"), 10_000, key=KEY, stop=stop)))
+    two_calls = 2 * TOKENS_PER_CALL
 
-    assert calls("e") == 1
-    assert len(list(stream_text(model, LETTERS, ("a",), 2 * TOKENS_PER_CALL, key=KEY))) == 3
+    stopped = list(stream_text(model, LETTERS, ("a", "d"), 10_000, key=KEY, stop=("e",)))
+    complete = list(stream_text(model, LETTERS, ("a",), two_calls, key=KEY))
+
+    assert len(stopped) == 1
+    assert len(complete) == 3  # and what was held back
 
 
 def test_a_stream_says_what_the_whole_says(model):
-    pieces = list(stream_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",)))
-    whole = generate_text(model, LETTERS, ("a", "d"), 70, key=KEY, stop=("f\nabcdef\nb",))
+    prompts = ("a", "d")
+    never = ("f\nabcdef\nb",)  # which is begun again and again
 
-    assert tuple("".join(texts) for texts in zip(*pieces, strict=True)) == whole
-    assert [len(text) for text in whole] == [70, 70]
+    pieces = list(stream_text(model, LETTERS, prompts, 70, key=KEY, stop=never))
+    whole = generate_text(model, LETTERS, prompts, 70, key=KEY, stop=never)
+
+    first = "".join(texts[0] for texts in pieces)
+    second = "".join(texts[1] for texts in pieces)
+    assert whole == (first, second)
+    assert len(first) == 70
+    assert len(second) == 70
 
 
 @pytest.mark.parametrize(
@@ -147,14 +188,8 @@ def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, messa
 
 def spaced() -> BPETokenizer:
     """Llama 2's kind: a space before each word, which the decoder strips of the first."""
-    pieces = [
-        "<unk>",
-        "▁",
-        "▁hello",
-        "▁world",
-        *"helowrd",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-    ]
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "▁", "▁hello", "▁world", *"helowrd", *all_bytes]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     model = tk.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
     backend = tk.Tokenizer(model)
@@ -165,13 +200,18 @@ def spaced() -> BPETokenizer:
     return BPETokenizer(backend)
 
 
+FIRST_BYTE = 11  # after four pieces and seven letters
+
+
 def joined(text: str) -> list[int]:
     """Words and bytes as the tokens of `spaced`."""
     words = {"hello": 2, "world": 3, "_": 1}
     tokens = []
     for word in text.split():
-        known = [words[word]] if word in words else [11 + byte for byte in word.encode()]
-        tokens.extend(known)
+        if word in words:
+            tokens.append(words[word])
+        else:
+            tokens += [FIRST_BYTE + byte for byte in word.encode()]
     return tokens
 
 
@@ -193,30 +233,35 @@ def test_a_stream_says_what_all_tokens_say_together(context, text, size):
     before = joined(context)
     after = joined(text)
     writer = _Detokenizer(tokenizer, (), tuple(before))
-    said = [writer.write(piece) for piece in cut_tokens(after, size)]
-    said.append(writer.write(np.zeros(0, np.int32), final=True))
 
-    assert tokenizer.decode(before) + "".join(said) == tokenizer.decode([*before, *after])
-    assert said[-1] == ""  # nothing waits for the end
+    said = ""
+    for piece in cut_tokens(after, size):
+        said += writer.write(piece)
+    at_the_end = writer.write(np.zeros(0, np.int32), final=True)
 
-
-def cut_tokens(tokens: list[int], size: int) -> list[np.ndarray]:
-    starts = range(0, len(tokens), size)
-    return [np.array(tokens[start : start + size], np.int32) for start in starts]
+    assert tokenizer.decode(before) + said == tokenizer.decode(before + after)
+    assert at_the_end == ""  # nothing waits for it
 
 
 @pytest.mark.parametrize(
     "tokens",
-    [joined("hello world " * 2000), joined("你好🙂 " * 400), [11 + 0x80] * 4000],
+    [joined("hello world " * 2000), joined("你好🙂 " * 400), [FIRST_BYTE + 0x80] * 4000],
     ids=["words", "characters of several bytes", "bytes that are no text"],
 )
 def test_a_stream_decodes_no_token_more_than_a_few_times(tokens, monkeypatch):
     tokenizer = spaced()
-    decoded = []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda some: decoded.append(len(some)) or decode(some))
+    decoded = []
+
+    def counted(some_tokens):
+        decoded.append(len(some_tokens))
+        return decode(some_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
     writer = _Detokenizer(tokenizer, ("never",))
-    said = "".join(writer.write(piece) for piece in cut_tokens(tokens, TOKENS_PER_CALL))
+    said = ""
+    for piece in cut_tokens(tokens, TOKENS_PER_CALL):
+        said += writer.write(piece)
     said += writer.write(np.zeros(0, np.int32), final=True)
 
     assert said == decode(tokens)

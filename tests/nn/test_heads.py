@@ -12,8 +12,13 @@ from jgpt.nn.attention import attend
 from jgpt.nn.cache import LayerCache
 from tests.models import attention, compiled, normal
 
-BATCH, TIME, PLACES = 2, 5, 8
-EMBED_DIM, HEADS, KV_HEADS, HEAD_DIM = 24, 6, 2, 4
+BATCH = 2
+TIME = 5
+PLACES = 8
+EMBED_DIM = 24
+HEADS = 6
+KV_HEADS = 2
+HEAD_DIM = 4
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
 X = normal(1, BATCH, TIME, EMBED_DIM)
 
@@ -31,8 +36,12 @@ def close(found, expected):
 
 
 def test_rotary_heads_have_an_even_size():
+    def call_odd_head():
+        head = Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))
+        return head(X)
+
     with pytest.raises(ValueError, match="head_dim=5 must be even"):
-        nnx.eval_shape(lambda: Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))(X))
+        nnx.eval_shape(call_odd_head)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +50,8 @@ def test_rotary_heads_have_an_even_size():
         (11, {"window": 4}, [(3, 3), (3, 6), (3, 6), (2, 5)]),  # the first of each sees 3 back
         (7, {}, [(2, 2), (2, 4), (2, 6), (1, 7)]),
         (2, {}, [(2, 2)]),
-        (10, {"window": 4}, [(3, 11)] * 3 + [(1, 11)]),  # the cache has room for one more
+        # the cache has room for one more
+        (10, {"window": 4}, [(3, 11), (3, 11), (3, 11), (1, 11)]),
     ],
     ids=str,
 )
@@ -49,28 +59,36 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
     """(queries, keys) of each block: the keys after it are not read where the input fills it."""
     module = make_heads(**MODERN, **options)
     x = normal(1, BATCH, time, EMBED_DIM)
-    longer = normal(2, 1, time - 1, EMBED_DIM)
+    shorter = normal(2, 1, time - 1, EMBED_DIM)
+    _, cached_keys = products[0]
+    capacity = max(time, cached_keys)
     seen = []
 
     def counted(query, key, *rest, **options):
-        seen.append((query.shape[0] * KV_HEADS // HEADS, key.shape[0]))
+        # the queries of the heads that share a key-value head are rows of one product
+        queries = query.shape[0] * KV_HEADS // HEADS
+        seen.append((queries, key.shape[0]))
         return attend(query, key, *rest, **options)
 
     monkeypatch.setattr(kernels, "MIN_QUERY_BLOCK", 2)
     monkeypatch.setattr(kernels, "MAX_QUERY_BLOCKS", 4)
     monkeypatch.setattr(kernels, "attend", counted)
 
-    def read_and_expected(x, longer):
-        expected = module(x)[0], module(longer)[0]
+    def read_and_expected(x, shorter):
+        expected = module(x)[0]
+        expected_of_shorter = module(shorter)[0]
         seen.clear()
-        cache = empty_cache(module, capacity=max(time, products[0][1]))
+        cache = empty_cache(module, capacity=capacity)
+        # the second row begins with one position that isn't read
         cache.length[...] = jnp.array([0, -1])
-        read = module(x.at[1, 1:].set(longer[0]), cache=cache)
-        return (read[0], read[1, 1:]), expected
+        both = x.at[1, 1:].set(shorter[0])
+        read = module(both, cache=cache)
+        return read, expected, expected_of_shorter
 
-    for found, expected in zip(*compiled(read_and_expected, x, longer), strict=True):
-        close(found, expected)
+    read, expected, expected_of_shorter = compiled(read_and_expected, x, shorter)
 
+    close(read[0], expected)
+    close(read[1, 1:], expected_of_shorter)
     assert seen == products
 
 
@@ -83,21 +101,31 @@ def test_sizes_of_the_blocks(monkeypatch):
         blocks.append(len(query))
         return query
 
+    def read(x):
+        time = x.shape[1]
+        return module(x, cache=empty_cache(module, 1, time))
+
     monkeypatch.setattr(kernels, "attend", counted)
-    for time, lengths in ((129, [128, 1]), (1100, [138] * 7 + [134])):
+    for time, lengths in (
+        (129, [128, 1]),
+        (1100, [138, 138, 138, 138, 138, 138, 138, 134]),
+    ):
         blocks.clear()
         x = jax.ShapeDtypeStruct((1, time, EMBED_DIM), "float32")
-        jax.eval_shape(lambda x: module(x, cache=empty_cache(module, 1, x.shape[1])), x)
+        jax.eval_shape(read, x)
         assert blocks == lengths
 
 
 def test_a_cache_takes_what_it_has_room_for_and_does_not_shrink():
     cache = LayerCache(2, 5, 2, 3)
     six = normal(0, 2, 2, 6, 3)
+    five = six[:, :, :5]
+
     with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of 5"):
         cache.append(six, six)
-    cache.append(six[:, :, :5], six[:, :, :5])
+    cache.append(five, five)
     cache.grow(7)
+
     assert cache.capacity == 7
     with pytest.raises(ValueError, match="a KV cache of 7 positions can't shrink to 6"):
         cache.grow(6)
@@ -111,18 +139,26 @@ def test_a_cache_keeps_its_dtype(dtype):
         cache = empty_cache(module, dtype=dtype)
         return module(x, cache=cache), cache.keys[...], cache.values[...]
 
-    heads, *kept = jax.eval_shape(read, X)
+    output, keys, values = jax.eval_shape(read, X)
 
-    assert heads.dtype == jnp.float32
-    assert kept == [jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)] * 2
+    assert output.dtype == jnp.float32
+    expected = jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)
+    assert keys == expected
+    assert values == expected
 
 
 @pytest.mark.parametrize(
     ("causal", "options"),
-    [(True, {"context": X[:, :3]}), (True, {"rngs": nnx.Rngs(dropout=0)}), (False, {})],
+    [
+        (True, {"context": X[:, :3]}),
+        (True, {"rngs": nnx.Rngs(dropout=0)}),
+        (False, {}),
+    ],
     ids=["cross-attention", "training", "an encoder"],
 )
 def test_a_cache_is_for_self_attention_in_evaluation(causal, options):
     module = make_heads(**MODERN, dropout=0.5, causal=causal)
+    cache = empty_cache(module)
+
     with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
-        module(X, cache=empty_cache(module), **options)
+        module(X, cache=cache, **options)

@@ -65,41 +65,53 @@ def steps_that_load(view: Path) -> list[int]:
     """The steps of a run's checkpoints, all of whose files are intact."""
     run = RunDirectory.open(view)
     assert run.config().model.vocab_size == run.tokenizer().vocab_size
-    return [verify(view / "checkpoints" / str(step)).step for step in run.checkpoint_steps()]
+    steps = []
+    for step in run.checkpoint_steps():
+        manifest = verify(view / "checkpoints" / str(step))
+        steps.append(manifest.step)
+    return steps
 
 
 def test_a_run_is_there_with_its_tokenizer_or_its_directory_may_be_used(disk):
     RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
-    found = [RunDirectory.exists(view / "run") for view in disk.views]
+
+    exists = [RunDirectory.exists(view / "run") for view in disk.views]
     # killed, and after a power cut without and with a loss
-    assert found[-3:] == [True, True, False]
-    for view, there in zip(disk.views, found, strict=True):
-        if there:
-            assert RunDirectory(view / "run").config() == CONFIG
-            assert RunDirectory(view / "run").tokenizer().to_json() == TOKENIZER.to_json()
-        else:
+    assert exists[-3:] == [True, True, False]
+    for view, is_there in zip(disk.views, exists, strict=True):
+        if not is_there:
             assert may_begin(view / "run")
+            continue
+        run = RunDirectory(view / "run")
+        assert run.config() == CONFIG
+        assert run.tokenizer().to_json() == TOKENIZER.to_json()
     assert disk.calls[-1] == "fsync run"
 
 
 def test_a_config_that_is_written_again_is_the_old_or_the_new_one(disk):
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
-    before = len(disk.views)
     new = dataclasses.replace(CONFIG, steps=7)
-    run.write_config(new)
-    found = [RunDirectory(view / "run").config() for view in disk.views[before:]]
+    before = len(disk.views)
 
-    assert found == [new, new, CONFIG]  # killed, and after a power cut without and with a loss
+    run.write_config(new)
+
+    killed, power_cut, power_cut_with_loss = disk.views[before:]
+    assert RunDirectory(killed / "run").config() == new
+    assert RunDirectory(power_cut / "run").config() == new
+    assert RunDirectory(power_cut_with_loss / "run").config() == CONFIG
 
 
 def test_metrics_are_fsynced_when_they_shall_be_durable(disk):
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
-    before = len(disk.calls)
+    disk.calls.clear()
+
     run.append("metrics.jsonl", [{"step": 1, "loss": 2.0}])
-    assert disk.calls[before:] == ["write run/metrics.jsonl"]
+    assert disk.calls == ["write run/metrics.jsonl"]
+
+    disk.calls.clear()
     run.append("metrics.jsonl", [{"step": 2, "loss": 1.5}], durable=True)
     run.append_provenance({"step": 0})
-    assert disk.calls[before + 1 :] == [
+    assert disk.calls == [
         "write run/metrics.jsonl",
         "fsync run/metrics.jsonl",
         "fsync run",
@@ -112,17 +124,25 @@ def test_metrics_are_fsynced_when_they_shall_be_durable(disk):
 def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial):
     """All files and names are on disk before a checkpoint counts, and before others are deleted."""
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)
-    kept = {0: set(), 1: {1}, 2: {1, 2}, 3: {3}}
-    for step, loss in {1: 1.0, 2: 2.0, 3: 0.5}.items():
+    losses = {1: 1.0, 2: 2.0, 3: 0.5}
+    # the best one and the last one: after the third step they are the same
+    kept_after = {0: set(), 1: {1}, 2: {1, 2}, 3: {3}}
+
+    for step, loss in losses.items():
         before = len(disk.views)
         save(run, initial, {step: loss})
         assert len(disk.views) > before + 2
         for view in disk.views[before:]:
-            found = {*steps_that_load(view / "run")}
-            assert found >= kept[step - 1] or found >= kept[step], (view, found)
-    deleted = [f"delete run/checkpoints/deleting-{step}" for step in (1, 2)]
+            found = set(steps_that_load(view / "run"))
+            is_old = found >= kept_after[step - 1]
+            is_new = found >= kept_after[step]
+            assert is_old or is_new, (view, found)
+
     assert disk.calls[-3] == "fsync run/checkpoints"
-    assert sorted(disk.calls[-2:]) == deleted
+    assert sorted(disk.calls[-2:]) == [
+        "delete run/checkpoints/deleting-1",
+        "delete run/checkpoints/deleting-2",
+    ]
     load(run.path)
 
 
@@ -145,41 +165,54 @@ def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch)
     out = disk.root / "run"
     config = dataclasses.replace(small_run, out=str(out), sample_tokens=0, keep_last=1)
     fit(config, overwrite=True)
-    last = []
+
+    first_view_with: dict[int, Path] = {}  # by the last step that loads
     for view in disk.views:
         if not RunDirectory.exists(view / "run"):
             assert may_begin(view / "run")
             continue
         run = RunDirectory.open(view / "run")
-        assert (run.config().steps, run.tokenizer().vocab_size) == (11, 21)
-        steps = steps_that_load(run.path)
-        last.append(steps[-1] if steps else 0)
-        metrics = [line["step"] for line in run.metrics()]
-        if steps:
-            manifest = Manifest.read(run.path / "checkpoints" / str(steps[-1]))
-            if manifest.unevaluated is not None and steps[-1] not in metrics:
-                metrics.append(manifest.unevaluated["step"])  # whose loss is not known yet
-        assert metrics[: last[-1] + 1] == list(range(last[-1] + 1)) or not steps
-        assert len(run.provenance()) == 1 or not steps
-    assert sorted(set(last)) == [0, 1, 4, 8, 11]  # 1 is the early checkpoint
+        assert run.config().steps == 11
+        assert run.tokenizer().vocab_size == 21
+        last = last_step_with_its_metrics(run)
+        first_view_with.setdefault(last, run.path)
+    assert sorted(first_view_with) == [0, 1, 4, 8, 11]  # 1 is the early checkpoint
+
     # the view after a power cut in the middle is a run like any other
-    middle = next(
-        view for view, step in zip(disk.views[-len(last) :], last, strict=True) if step == 8
-    )
+    middle = first_view_with[8]
     monkeypatch.undo()
-    faults.leave_all(middle / "run")
-    resumed = fit(dataclasses.replace(config, out=str(middle / "run")), resume=True)
-    assert [line["step"] for line in RunDirectory(resumed.directory).metrics()] == [*range(12)]
+    faults.leave_all(middle)
+    resumed = fit(dataclasses.replace(config, out=str(middle)), resume=True)
+    steps = [line["step"] for line in RunDirectory(resumed.directory).metrics()]
+    assert steps == list(range(12))
+
+
+def last_step_with_its_metrics(run: RunDirectory) -> int:
+    """The last checkpoint's step, or 0; before it no step lacks its metrics or the provenance."""
+    steps = steps_that_load(run.path)
+    if not steps:
+        return 0
+    last = steps[-1]
+    measured = [line["step"] for line in run.metrics()]
+    manifest = Manifest.read(run.path / "checkpoints" / str(last))
+    if manifest.unevaluated is not None and last not in measured:
+        measured.append(manifest.unevaluated["step"])  # whose loss is not known yet
+    assert measured[: last + 1] == list(range(last + 1))
+    assert len(run.provenance()) == 1
+    return last
 
 
 def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
     model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
+
     save_model(model, disk.root / "run", tokenizer=TOKENIZER, config=CONFIG)
+
     assert disk.calls[-2:] == ["rename run.partial run", "fsync ."]
-    there = [(view / "run").exists() for view in disk.views]
-    assert there[-3:] == [True, True, False]  # as above
-    assert not any(there[:-3])
-    assert [steps_that_load(view / "run") for view in disk.views[-3:-1]] == [[0], [0]]
+    *before_rename, killed, power_cut, power_cut_with_loss = disk.views
+    for view in (*before_rename, power_cut_with_loss):
+        assert not (view / "run").exists()
+    for view in (killed, power_cut):
+        assert steps_that_load(view / "run") == [0]
 
 
 def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initial, monkeypatch):
@@ -190,6 +223,7 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
     run.append_provenance({"step": 0})
     (run.path / "samples.txt").write_text("text")
     (run.path / "notes.txt").write_text("mine")
+    new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
     before = len(disk.views)
     unlink = Path.unlink
 
@@ -199,20 +233,23 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
             disk._crash()
 
     monkeypatch.setattr(Path, "unlink", unlink_and_crash)
-    new = dataclasses.replace(CONFIG, seed=7, out=str(run.path))
     run.begin(new, TOKENIZER, "overwrite")
     with Checkpoints(run):
         pass
     monkeypatch.undo()
-    assert len(disk.views) - before > 15
-    found = []
-    for view in disk.views[before:]:
-        config = dataclasses.replace(new, out=str(view / "run"))
-        assert choose_target(config, resume=False, overwrite=True).path == view / "run"
-        assert choose_target(config, resume=True, overwrite=False).path == view / "run"
-        found.append(RunDirectory.open(view / "run").config())
-        assert found[-1] in (CONFIG, new)
-    assert (found[0], found[-1]) == (CONFIG, CONFIG)  # the last name is lost by a power cut
+
+    views = disk.views[before:]
+    assert len(views) > 15
+    configs = []
+    for view in views:
+        path = view / "run"
+        config = dataclasses.replace(new, out=str(path))
+        assert choose_target(config, resume=False, overwrite=True).path == path
+        assert choose_target(config, resume=True, overwrite=False).path == path
+        configs.append(RunDirectory.open(path).config())
+        assert configs[-1] in (CONFIG, new)
+    assert configs[0] == CONFIG
+    assert configs[-1] == CONFIG  # the last name is lost by a power cut
     assert run.config() == new
     left = sorted(path.name for path in run.path.iterdir())
     assert left == ["checkpoints", "config.json", "notes.txt", "tokenizer.json"]
@@ -220,13 +257,16 @@ def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initia
 
 def test_every_directory_that_was_made_is_on_disk(disk, monkeypatch):
     run = RunDirectory(disk.root / "runs" / "deep" / "run")
+
     with run.locked():
         synced = [call for call in disk.calls if "fsync" in call]
         assert sorted(synced) == ["fsync .", "fsync runs", "fsync runs/deep"]
-    before = len(disk.calls)
+
+    disk.calls.clear()
     RunDirectory.create(disk.root / "new" / "run", CONFIG, TOKENIZER)
-    assert disk.calls[before : before + 2] == ["fsync .", "fsync new"]
-    before = len(disk.calls)
+    assert disk.calls[:2] == ["fsync .", "fsync new"]
+
+    disk.calls.clear()
     with run.locked():
         pass
-    assert len(disk.calls) == before + 1  # the lock is written; nothing is new
+    assert len(disk.calls) == 1  # the lock is written; nothing is new
