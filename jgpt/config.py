@@ -32,6 +32,8 @@ TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
+DEFAULT_TEMPERATURE = 0.8
+"""The sampling temperature of every function and command that takes one."""
 MAX_NGRAM = 63  # each size up to it is traced
 
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)

@@ -372,7 +372,7 @@ def _sample_or_warn(
 def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
     prompt = jnp.asarray(default_prompt(tokenizer))  # time
     key = jax.random.key(np.uint32(seed))  # a Python number from 2**31 on would overflow
-    drawn = generate(model, prompt[None], tokens, key=key, temperature=0.8)  # 1 time+tokens
+    drawn = generate(model, prompt[None], tokens, key=key)  # 1 time+tokens
     # Without the tokens that a tokenizer puts before each text, such as <s>.
     text = drawn[0, len(tokenizer.begin) :]
     return tokenizer.decode(np.asarray(text))

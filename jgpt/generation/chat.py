@@ -4,11 +4,11 @@ import re
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import jax
 import numpy as np
-from flax import nnx
 
 from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
-from jgpt.generation.sampling import Sampling
+from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
 from jgpt.refusal import Field, Message
@@ -28,8 +28,8 @@ class Chat:
     full.
 
     Messages are encoded without special tokens, so that no text can end a turn or begin another
-    role's turn. `sampling` are the parameters of `jgpt.generate`. Raises ValueError for an invalid
-    parameter, or a tokenizer without ChatML's tokens.
+    role's turn. `key` and `sampling` mean the same as in `jgpt.stream_text`. Raises ValueError for
+    an invalid parameter, or a tokenizer without ChatML's tokens.
     """
 
     def __init__(
@@ -39,9 +39,15 @@ class Chat:
         system: str | None = None,
         max_new_tokens: int = 512,
         *,
-        rngs: nnx.Rngs,
+        key: PRNGKey | None = None,
         **sampling: Any,
     ) -> None:
+        if "rngs" in sampling:
+            raise TypeError("Chat takes no rngs: it takes key now, such as key=jax.random.key(0)")
+        if key is None:
+            key = jax.random.key(0)
+        self._key = typed_key(key)
+        self._replies = 0
         self._sampling = Sampling(**sampling)
         if max_new_tokens < 1:
             raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be positive"))
@@ -55,7 +61,6 @@ class Chat:
         self._model = model
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
-        self._rngs = rngs
         self._system: list[_Turn] = []
         if system is not None:
             self._system = [self._pieces("system", system)]
@@ -74,6 +79,8 @@ class Chat:
         turns, tokens = self._fit_context(all_turns)
         dropped = len(all_turns) - len(turns)
         size = self._model.block_size
+        key = jax.random.fold_in(self._key, self._replies)  # another one for each reply
+        self._replies += 1
         pieces = stream_continuations(
             self._model,
             self._tokenizer,
@@ -81,7 +88,7 @@ class Chat:
             np.array([len(tokens)]),
             min(self._max_new_tokens, size - len(tokens)),
             self._sampling,
-            key=self._rngs,
+            key=key,
             stop=(END, END_OF_TEXT),
             contexts=(tuple(tokens),),
         )

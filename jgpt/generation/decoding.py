@@ -11,7 +11,8 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
-from jgpt.generation.sampling import Sampling, next_token
+from jgpt.config import DEFAULT_TEMPERATURE
+from jgpt.generation.sampling import PRNGKey, Sampling, next_token, typed_key
 from jgpt.nn.cache import KVCache
 from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.nn.module import require_in_vocabulary
@@ -28,16 +29,16 @@ def generate(
     prompt: Int[Array | np.ndarray, "batch time"],
     max_new_tokens: int,
     *,
-    key: Key[Array, ""] | nnx.Rngs,
+    key: PRNGKey,
     lengths: Int[np.ndarray, " batch"] | None = None,
-    temperature: float = 1.0,
+    temperature: float = DEFAULT_TEMPERATURE,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Int[Array, "batch {prompt.shape[1]+max_new_tokens}"]:
-    """Continue each prompt by `max_new_tokens` sampled tokens, with a KV cache.
+    """Return each prompt of tokens with its continuation of `max_new_tokens` sampled tokens.
 
-    Returns each prompt, its continuation, and zeros as padding. Prompts of different `lengths` are
+    A row is the prompt, the continuation, and zeros as padding. Prompts of different `lengths` are
     right-padded. `key` is the PRNG key for sampling. A row depends only on its prompt, the key and
     the row's index, up to rounding. Raises ValueError for an empty prompt or an invalid sampling
     parameter.
@@ -68,15 +69,14 @@ def stream(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    key: Key[Array, ""] | nnx.Rngs,
+    key: PRNGKey,
 ) -> Iterator[Int[np.ndarray, "batch tokens"]]:
     """Return an iterator over the tokens that `generate` appends, in pieces, as they are sampled.
 
     An invalid request raises here rather than when the first piece is read.
     """
     graph, weights = nnx.split(model)
-    if isinstance(key, nnx.Rngs):
-        key = key()
+    key = typed_key(key)
     prompt = jnp.asarray(prompt)
     _require_no_trace((weights, prompt, key))
     _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)

@@ -6,10 +6,22 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
+from jgpt.config import DEFAULT_TEMPERATURE
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import record, typed
+
+PRNGKey = Key[Array, ""] | UInt32[Array, "_"]
+"""A key of `jax.random.key`, or one of the older `jax.random.PRNGKey`."""
+
+
+@typed
+def typed_key(key: PRNGKey) -> Key[Array, ""]:
+    """Return a key of `jax.random.key`, also for one of `jax.random.PRNGKey`."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(key)
 
 
 @record
@@ -18,7 +30,7 @@ class Sampling:
     """Sampling parameters. Under jit all but `top_k` are traced, so that new values compile
     nothing."""
 
-    temperature: float = 1.0
+    temperature: float = DEFAULT_TEMPERATURE
     top_k: int | None = field(default=None, metadata={"static": True})
     top_p: float | None = None
     min_p: float | None = None

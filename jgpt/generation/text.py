@@ -5,12 +5,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Int, Integer, Key
+from jaxtyping import Int, Integer
 
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
-from jgpt.generation.sampling import Sampling
+from jgpt.generation.sampling import PRNGKey, Sampling
 from jgpt.nn.models import LanguageModel
 from jgpt.shapes.contract import typed
 
@@ -25,11 +24,11 @@ def generate_text(
     prompts: Texts,
     max_new_tokens: int,
     *,
-    key: Key[Array, ""] | nnx.Rngs | None = None,
+    key: PRNGKey | None = None,
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Texts:
-    """Return the continuation of one prompt, or the continuations of several.
+    """Return the continuation of one prompt, or the continuations of several, without the prompts.
 
     Arguments and errors are those of `stream_text`.
     """
@@ -48,7 +47,7 @@ def stream_text(
     prompts: Texts,
     max_new_tokens: int,
     *,
-    key: Key[Array, ""] | nnx.Rngs | None = None,
+    key: PRNGKey | None = None,
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Iterator[Texts]:
@@ -118,7 +117,7 @@ def stream_continuations(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    key: Key[Array, ""] | nnx.Rngs,
+    key: PRNGKey,
     stop: tuple[str, ...],
     contexts: tuple[tuple[int, ...], ...],
 ) -> Iterator[tuple[str, ...]]:

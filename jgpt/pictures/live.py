@@ -199,7 +199,7 @@ def _means(points: list[list[Any]], count: int) -> list[list[Any]]:
 
 
 def _sample(look: Look) -> str:
-    return generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS, temperature=0.8)
+    return generate_text(look.model, look.tokenizer, "", SAMPLE_TOKENS)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ def look_page(
 ) -> str:
     """Return an HTML page of the forward pass over a prompt and its sampled continuation.
 
-    Sampling is deterministic and stops at `block_size`. If `max_new_tokens` is None, it is
-    `NEW_TOKENS`, or fewer if the page has no room. Raises the errors of `encode_text`, and
-    ValueError for more tokens than the block or a page holds.
+    The continuation is sampled from the model's distribution (temperature 1), with a fixed key, and
+    stops at `block_size`. If `max_new_tokens` is None, it is `NEW_TOKENS`, or fewer if the page has
+    no room. Raises the errors of `encode_text`, and ValueError for more tokens than the block or a
+    page holds.
     """
     prompt_tokens = encode_text(tokenizer, prompt)
     look = Look(model, tokenizer, name)
@@ -41,7 +42,9 @@ def look_page(
     # Past the block, the first tokens would leave the context, and the page shows one context.
     count = max(0, min(max_new_tokens, model.block_size - len(prompt_tokens)))
     if count > 0:
-        tokens = generate(model, tokens, count, key=jax.random.key(1337))
+        # Temperature 1: the page states the bits of what was sampled, and their mean is the entropy
+        # of the model's own distribution at this temperature alone.
+        tokens = generate(model, tokens, count, key=jax.random.key(1337), temperature=1.0)
     numbers = look(np.asarray(tokens[0]).tolist(), len(prompt_tokens))
     return page_of(numbers)
 

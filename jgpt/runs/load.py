@@ -12,7 +12,7 @@ from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.durable import new_directory
 from jgpt.fields import Make
-from jgpt.generation.text import generate_text
+from jgpt.generation.text import Texts, generate_text
 from jgpt.hardware import Platform, current_platform
 from jgpt.interop.hub import find_model
 from jgpt.interop.huggingface import load_hf
@@ -42,14 +42,13 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     config: TrainConfig
 
-    def generate(self, prompt: str = "", max_new_tokens: int = 200, **options: Any) -> str:
-        """Return the prompt and a continuation of at most `max_new_tokens` tokens.
+    def generate(self, prompts: Texts = "", max_new_tokens: int = 200, **options: Any) -> Texts:
+        """Return what `jgpt.generate_text` returns: the continuation, without the prompt.
 
         `options` are the keyword arguments of `jgpt.generate_text`: `key`, `stop` and the sampling
         parameters. Raises the errors of `generate_text`.
         """
-        new = generate_text(self.model, self.tokenizer, prompt, max_new_tokens, **options)
-        return prompt + new
+        return generate_text(self.model, self.tokenizer, prompts, max_new_tokens, **options)
 
 
 @typed

@@ -55,7 +55,7 @@ Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
 """
 KEY_EXPECTS = """\
 jgpt.generation.decoding.generate() got a wrong argument `key`.
-Expected: Key[Array, ""] | Rngs
+Expected: Key[Array, ""] | UInt32[Array, "_"]
 """
 HEAD_DIM_EXPECTS = """\
 jgpt.nn.heads.Head.__init__() got a wrong argument `head_dim`.
@@ -115,9 +115,9 @@ Got: [[1, 2, 3]]
 Reason: list is not a JAX array: jnp.asarray makes one.""",
     ),
     (
-        with_key(jax.random.PRNGKey(0)),
-        f"""{KEY_EXPECTS}Got: uint32[2]
-Reason: this array has dtype uint32, which is no Key: jax.random.key makes one.""",
+        with_key(jnp.ones(2, int)),
+        f"""{KEY_EXPECTS}Got: int32[2]
+Reason: this array has dtype int32, which is no Key: jax.random.key makes one.""",
     ),
     (
         with_key(0),

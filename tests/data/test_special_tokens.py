@@ -211,7 +211,7 @@ def test_a_chat_has_none(tokenizer):
     class Model:
         block_size = 64
 
-    chat = Chat(Model(), chatty, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    chat = Chat(Model(), chatty)  # type: ignore[arg-type]
     assert chatty.begin[0] not in chat._tokens([chat._pieces("user", "hello world")])
 
 
@@ -284,7 +284,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
     class Model:
         block_size = 500
 
-    chat = Chat(Model(), tokenizer, " hello \n", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    chat = Chat(Model(), tokenizer, " hello \n")  # type: ignore[arg-type]
     turns = [chat._pieces(message["role"], message["content"]) for message in messages]
 
     assert chat._tokens(turns) == expected
@@ -357,7 +357,7 @@ def test_a_chat_whose_special_tokens_would_be_text_is_rejected(fields):
     assert backend.encode(f"{START}user\nhello{END}\n{START}assistant\n").ids.count(start) < 2
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     with pytest.raises(ValueError, match=r"reads '.*<\|im_start\|>' as text beside other text"):
-        Chat(object(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+        Chat(object(), tokenizer)  # type: ignore[arg-type]
 
 
 def test_numbers_of_special_tokens_may_have_gaps():

@@ -14,6 +14,8 @@ import jgpt
 from jgpt.generation.chat import END, START, Chat
 from tests.models import random_gpt
 
+KEY = jax.random.key(3)
+
 TEXT = "system user assistant: hello, what is it? I think that it is brief.\n" * 9
 
 
@@ -67,7 +69,7 @@ def asked(monkeypatch) -> list[dict]:
 
 
 def make(model=None, system: str | None = None, most: int = 7) -> Chat:
-    return Chat(model or Model(), chat_tokenizer(), system, most, rngs=nnx.Rngs(3), top_p=0.5)  # type: ignore[arg-type]
+    return Chat(model or Model(), chat_tokenizer(), system, most, key=KEY, top_p=0.5)  # type: ignore[arg-type]
 
 
 def said(chat: Chat, message: str) -> tuple[int, str]:
@@ -139,7 +141,7 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
     with pytest.raises(ValueError, match=r"too long: \d+ tokens .* and 57 of block_size=64 are"):
         chat.reply("z" * 64)
     said(chat, "it")
-    assert asked[-1] == asked[-2]
+    assert asked[-1]["tokens"] == asked[-2]["tokens"]
 
 
 def test_a_message_is_forgotten_with_its_answer(asked):
@@ -184,7 +186,7 @@ def test_an_answer_ends_with_its_turn():
     table[letter_i, letter_s] = 9
     table[letter_s, end] = 9
     model.table.embedding[...] = table
-    chat = Chat(model, tokenizer, rngs=nnx.Rngs(3), temperature=0.0)
+    chat = Chat(model, tokenizer, key=KEY, temperature=0.0)
 
     _, pieces = chat.reply("what?")
 
@@ -197,7 +199,7 @@ def test_an_answer_ends_with_its_turn():
 )
 def test_other_tokenizers_are_refused(tokenizer):
     with pytest.raises(ValueError, match=r"lacks <\|im_start\|> and <\|im_end\|>"):
-        Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+        Chat(Model(), tokenizer)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,25 @@ def test_other_tokenizers_are_refused(tokenizer):
 )
 def test_what_can_t_be_sampled_is_refused_at_once(wrong, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        Chat(Model(), chat_tokenizer(), rngs=nnx.Rngs(0), **wrong)  # type: ignore[arg-type]
+        Chat(Model(), chat_tokenizer(), **wrong)  # type: ignore[arg-type]
+
+
+def test_each_reply_has_a_key_of_its_own(asked):
+    chat = make()
+    said(chat, "one")
+    said(chat, "two")
+
+    keys = [call["key"] for call in asked]
+    assert keys == [jax.random.fold_in(KEY, 0), jax.random.fold_in(KEY, 1)]
+
+
+def test_key_is_a_key_and_the_word_that_it_replaced_names_it():
+    with pytest.raises(TypeError, match=r"takes no rngs: it takes key now, such as key=jax\."):
+        Chat(Model(), chat_tokenizer(), rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"wrong argument `key`(.|\n)*int is .*jax\.random\.key mak"
+    ):
+        Chat(Model(), chat_tokenizer(), key=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +267,7 @@ def test_in_pieces_the_template_has_the_tokens_of_one_text():
         backend.pre_tokenizer = tk.pre_tokenizers.Sequence([metaspace])
         backend.add_special_tokens([START, END])
         tokenizer = jgpt.BPETokenizer.from_hf(json.loads(backend.to_str()))
-        chat = Chat(Model(), tokenizer, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+        chat = Chat(Model(), tokenizer)  # type: ignore[arg-type]
         text = f"{START}user\nnut{END}\n{START}assistant\n"
 
         tokens = chat._tokens([chat._pieces("user", "nut")])

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from jgpt import CharTokenizer, generate
 from jgpt.generation import decoding
@@ -47,7 +46,7 @@ def test_each_answer_of_a_chat_has_a_key_of_its_own(draws):
 
     def keys_of_two_answers(seed):
         draws.clear()
-        chat = Chat(model, tokenizer, max_new_tokens=1, rngs=nnx.Rngs(seed))
+        chat = Chat(model, tokenizer, max_new_tokens=1, key=jax.random.key(seed))
         for _ in range(2):
             list(chat.reply("it")[1])
         return [call["key"] for call in draws]

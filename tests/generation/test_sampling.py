@@ -1,5 +1,6 @@
 """Drawing the next token: how often each one is drawn, and which never are."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -7,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.generation.sampling import Sampling, _inverse_transform, next_token
+import jgpt
+from jgpt.cli.commands.chat import chat
+from jgpt.cli.commands.sample import sample
+from jgpt.generation.sampling import Sampling, _inverse_transform, next_token, typed_key
+from jgpt.runs.load import Loaded
 
 KEY = jax.random.key(8)
 
 
-def drawn_tokens(logits, count, **sampling):
+def drawn_tokens(logits, count, temperature=1.0, **sampling):
     """So many independent draws from one row of logits."""
     row = jnp.asarray(logits, jnp.float32)
     rows = jnp.tile(row, (count, 1))
-    return np.asarray(next_token(rows, KEY, Sampling(**sampling)))
+    return np.asarray(next_token(rows, KEY, Sampling(temperature, **sampling)))
 
 
 def probabilities(logits, count=20_000, **sampling):
@@ -202,3 +207,21 @@ def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
             sample(logits, arrays)
 
     assert len(traces) == 4
+
+
+def test_every_function_and_command_has_one_default_temperature():
+    functions = [Sampling, jgpt.generate, sample, chat]
+    defaults = [inspect.signature(each).parameters["temperature"].default for each in functions]
+
+    assert defaults == [0.8] * 4
+    # the others pass what they are given on to Sampling
+    for each in (jgpt.generate_text, jgpt.stream_text, jgpt.Chat, Loaded.generate):
+        assert "temperature" not in inspect.signature(each).parameters
+
+
+def test_an_older_key_is_the_same_key():
+    typed = jax.random.key(7)
+    older = jax.random.PRNGKey(7)
+
+    assert typed_key(older) == typed
+    assert typed_key(typed) is typed

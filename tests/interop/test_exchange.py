@@ -4,6 +4,7 @@ import json
 import shutil
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -398,10 +399,11 @@ def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     assert config.model == jgpt.load_hf(gpt2).config
     assert config.optimizer.schedule == "constant"
-    prompt_and_more = pretrained.generate("the cat", 5, temperature=0.0)
-    continuation = jgpt.generate_text(model, tokenizer, "the cat", 5, temperature=0.0)
+    options = {"key": jax.random.key(3), "stop": "x", "top_k": 9}
+    continuation = jgpt.generate_text(model, tokenizer, "the cat", 5, **options)
     assert continuation != ""
-    assert prompt_and_more == "the cat" + continuation
+    assert not continuation.startswith("the cat")
+    assert pretrained.generate("the cat", 5, **options) == continuation
 
 
 def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):

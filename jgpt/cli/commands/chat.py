@@ -15,13 +15,14 @@ from jgpt.cli.options import (
     OptionSpec,
 )
 from jgpt.cli.terminal import open_console, say
+from jgpt.config import DEFAULT_TEMPERATURE
 
 
 def chat(
     run: LatestRun = None,
     system: Annotated[str | None, OptionSpec("TEXT")] = None,
     max_new_tokens: int = 512,
-    temperature: float = 0.6,
+    temperature: float = DEFAULT_TEMPERATURE,
     top_p: Probability = 0.95,
     seed: int = 1337,
     weights: Literal["saved", "int8"] = "saved",
@@ -42,7 +43,6 @@ def chat(
     with runs.loaded_run(run, checkpoint, weights=weights) as (loaded, tokenizer, _):
         import jax
         import numpy as np
-        from flax import nnx
 
         from jgpt.generation.chat import Chat
 
@@ -51,7 +51,7 @@ def chat(
             tokenizer,
             system,
             max_new_tokens,
-            rngs=nnx.Rngs(jax.random.key(np.uint32(seed))),
+            key=jax.random.key(np.uint32(seed)),
             temperature=temperature,
             top_p=top_p,
         )

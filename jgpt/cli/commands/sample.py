@@ -19,6 +19,7 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
+from jgpt.config import DEFAULT_TEMPERATURE
 
 BATCH_SIZE = 16
 SEPARATOR = "---------------"
@@ -29,7 +30,7 @@ def sample(
     prompt: Texts = (),
     prompt_file: File = None,
     max_new_tokens: int = 500,
-    temperature: float = 0.8,
+    temperature: float = DEFAULT_TEMPERATURE,
     top_k: Annotated[int | None, OptionSpec("K")] = None,
     top_p: Probability = None,
     min_p: Probability = None,
