@@ -15,13 +15,17 @@ from jgpt.nn.models import abstract_model
 from jgpt.pictures import plots
 from jgpt.pictures.plots import attention_image, drawable, losses_image, runs_image
 from jgpt.runs.directory import RunDirectory
-from tests.models import TRANSFORMERS, config_of, loud, random_gpt, tokens_of
+from tests.models import TRANSFORMERS, compiled, config_of, loud, random_gpt, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
     "window": config_of("nanogpt", attention_window=2),
     "default preset": dataclasses.replace(
-        preset("modern-cpu").model, vocab_size=17, block_size=11, attention_window=3, ngram_rows=13
+        preset("modern-cpu").model,
+        vocab_size=17,
+        block_size=11,
+        attention_window=3,
+        ngram_rows=13,
     ),
 }
 
@@ -34,16 +38,27 @@ def figures(monkeypatch):
     return figures
 
 
+STYLES = {
+    ("-", "full"): "line",
+    ("None", "full"): "dots",
+    ("None", "none"): "circles",
+}
+"""Of lines and fillings, as matplotlib names them."""
+
+
 def lines_of(axes):
-    """Each line's points, and what it is drawn with: a line, dots or circles."""
-    styles = {("-", "full"): "line", ("None", "full"): "dots", ("None", "none"): "circles"}
-    return [
-        (
-            list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True)),
-            styles[line.get_linestyle(), line.get_fillstyle()],
-        )
-        for line in axes.get_lines()
-    ]
+    """Each line's places and heights, and what it is drawn with: a line, dots or circles."""
+    lines = []
+    for line in axes.get_lines():
+        style = STYLES[line.get_linestyle(), line.get_fillstyle()]
+        places = line.get_xdata().tolist()
+        heights = line.get_ydata().tolist()
+        lines.append((places, heights, style))
+    return lines
+
+
+def texts_of(labels):
+    return [label.get_text() for label in labels]
 
 
 METRICS = [
@@ -65,39 +80,47 @@ def run_with(path, metrics, **changes) -> RunDirectory:
 
 def test_the_losses_are_drawn_against_steps(figures):
     losses_image(METRICS, "a run", "png")
+
     (axes,) = figures[0].axes
-    training = list(zip([1, 2, 3, 4], LOSSES, strict=True))
     assert lines_of(axes) == [
-        (training, "line"),
-        ([(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.5)], "line"),
-        ([(2, 3.5), (4, 2.5)], "dots"),
-        ([(0, 5.0)], "circles"),
+        ([1, 2, 3, 4], LOSSES, "line"),
+        ([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.5], "line"),
+        ([2, 4], [3.5, 2.5], "dots"),
+        ([0], [5.0], "circles"),
     ]
     assert axes.get_title() == "a run"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss in nats per token")
-    (legend,) = figures[0].legends  # not over the data: of the figure, outside its axes
-    assert [text.get_text() for text in legend.get_texts()] == [
-        *("training, each step", "training, mean of 3 steps"),
-        *("validation", "validation, estimated on a part"),
-    ]
+    assert axes.get_xlabel() == "step"
+    assert axes.get_ylabel() == "loss in nats per token"
+    # the legend is not over the data: it is the figure's, outside the axes
     assert not axes.get_legend()
+    (legend,) = figures[0].legends
+    assert texts_of(legend.get_texts()) == [
+        "training, each step",
+        "training, mean of 3 steps",
+        "validation",
+        "validation, estimated on a part",
+    ]
 
 
 def test_training_losses_are_smoothed_over_a_fiftieth_of_the_steps(figures):
     losses = [float(step % 7) for step in range(1, 251)]
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+
     losses_image(metrics, "run", "png")
+
     (axes,) = figures[0].axes
-    (_, (smooth, _), *_) = lines_of(axes)
-    assert figures[0].legends[0].get_texts()[1].get_text() == "training, mean of 5 steps"
-    expected = [
-        losses[0],
-        np.mean(losses[:3]),
-        *(np.mean(losses[i - 2 : i + 3]) for i in range(2, 248)),
-        np.mean(losses[-4:]),
-        np.mean(losses[-3:]),
-    ]
-    np.testing.assert_allclose([loss for _, loss in smooth], expected, rtol=1e-12)
+    _, smooth_line, *_ = lines_of(axes)
+    _, smooth, _ = smooth_line
+    labels = texts_of(figures[0].legends[0].get_texts())
+    assert labels[1] == "training, mean of 5 steps"
+    # narrower at both ends, where there are fewer steps on one side
+    expected = [losses[0], np.mean(losses[:3])]
+    for middle in range(2, 248):
+        window = losses[middle - 2 : middle + 3]
+        expected.append(np.mean(window))
+    expected.append(np.mean(losses[-4:]))
+    expected.append(np.mean(losses[-3:]))
+    np.testing.assert_allclose(smooth, expected, rtol=1e-12)
 
 
 def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
@@ -106,52 +129,65 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
         run_with(tmp_path / "five", METRICS, batch_size=5),
         run_with(tmp_path / "two", METRICS[:3], batch_size=2),
     ]
-    runs_image(runs, "png")
-    panels = figures[0].axes
-    assert figures[0].get_size_inches().tolist() == [15, 5.5]
-    expected = {
-        "steps": ([1, 2, 3, 4], [2, 4], [1, 2], [2]),
-        "tokens": ([35, 70, 105, 140], [70, 140], [14, 28], [28]),
-        "seconds": ([5.0, 10.0, 25.0, 40.0], [10.0, 40.0], [5.0, 10.0], [10.0]),
+    # of each run the places of its steps and of its checkpoints
+    five = {
+        "steps": ([1, 2, 3, 4], [2, 4]),
+        "tokens": ([35, 70, 105, 140], [70, 140]),
+        "seconds": ([5.0, 10.0, 25.0, 40.0], [10.0, 40.0]),
     }
-    assert [axes.get_xlabel() for axes in panels] == [*expected]
-    for axes, (five, its_checkpoints, two, the_other) in zip(
-        panels, expected.values(), strict=True
-    ):
-        drawn = [
-            (five, LOSSES, "line"),
-            (five, [4.0, 3.0, 2.0, 1.5], "line"),
-            (its_checkpoints, [3.5, 2.5], "dots"),
-            ([0], [5.0], "circles"),
-            (two, LOSSES[:2], "line"),
-            (two, [4.0, 3.5], "line"),
-            (the_other, [3.5], "dots"),
-            ([0], [5.0], "circles"),
-        ]
+    two = {
+        "steps": ([1, 2], [2]),
+        "tokens": ([14, 28], [28]),
+        "seconds": ([5.0, 10.0], [10.0]),
+    }
+
+    runs_image(runs, "png")
+
+    (figure,) = figures
+    assert figure.get_size_inches().tolist() == [15, 5.5]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["steps", "tokens", "seconds"]
+    for axes in figure.axes:
+        steps_of_five, checkpoints_of_five = five[axes.get_xlabel()]
+        steps_of_two, checkpoints_of_two = two[axes.get_xlabel()]
         assert lines_of(axes) == [
-            (list(zip(places, losses, strict=True)), style) for places, losses, style in drawn
+            (steps_of_five, LOSSES, "line"),
+            (steps_of_five, [4.0, 3.0, 2.0, 1.5], "line"),
+            (checkpoints_of_five, [3.5, 2.5], "dots"),
+            ([0], [5.0], "circles"),
+            (steps_of_two, LOSSES[:2], "line"),
+            (steps_of_two, [4.0, 3.5], "line"),
+            (checkpoints_of_two, [3.5], "dots"),
+            ([0], [5.0], "circles"),
         ]
         colours = [line.get_color() for line in axes.get_lines()]
         assert colours == ["C0"] * 4 + ["C1"] * 4
-    (legend,) = figures[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["five", "two"]
+    (legend,) = figure.legends
+    assert texts_of(legend.get_texts()) == ["five", "two"]
     assert "mean of 2% of the steps" in legend.get_title().get_text()
-    assert "loss" in panels[0].get_ylabel()
+    assert "loss" in figure.axes[0].get_ylabel()
 
 
 def test_a_directory_s_name_is_no_formula(tmp_path):
     run = run_with(tmp_path / r"$\run$", METRICS)
+
     runs_image([run], "png")
-    assert losses_image(METRICS, run.path.name, "png").startswith(b"\x89PNG")
+    image = losses_image(METRICS, run.path.name, "png")
+
+    assert image.startswith(b"\x89PNG")
 
 
 def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
-    metrics = [{"step": 1, "loss": 4.0}, {"step": 20_000, "loss": 3.0, "seconds": 2500.0}]
-    runs_image([run_with(tmp_path / "run", metrics, batch_size=5)], "png")
+    metrics = [
+        {"step": 1, "loss": 4.0},
+        {"step": 20_000, "loss": 3.0, "seconds": 2500.0},
+    ]
+    run = run_with(tmp_path / "run", metrics, batch_size=5)
+
+    runs_image([run], "png")
     ticks = []
     for axes in figures[0].axes:
         axes.set_xticks([0, 1500, 1_500_000])
-        ticks.append([label.get_text() for label in axes.get_xticklabels()])
+        ticks.append(texts_of(axes.get_xticklabels()))
 
     assert ticks == [
         ["0", "1,500", "1,500,000"],
@@ -164,28 +200,38 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures):
     """A row per query from the top, a column per key, of the last block of the text."""
     tokenizer = CharTokenizer("\n $abcdefghi")  # 12 characters, and a block of seven
     model = random_gpt("nanogpt", vocab_size=12, block_size=7)
-    attention_image(model, tokenizer, "a c\neg$i bd", "png")
-    maps = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode("eg$i bd"))[None]))
-    layers = maps.shape[0]
-    heads = maps.shape[2]
+    layers = 2
+    heads = 3
+    last_block = jnp.asarray(tokenizer.encode("eg$i bd"))[None]
+    maps = np.asarray(model.attention_weights(last_block))
     assert maps.shape == (layers, 1, heads, 7, 7)
-    drawn = [axes for axes in figures[0].axes if axes.get_images()][: layers * heads]
-    assert layers > 1
-    assert heads > 1
+
+    attention_image(model, tokenizer, "a c\neg$i bd", "png")
+
+    (figure,) = figures
+    with_images = [axes for axes in figure.axes if axes.get_images()]
+    drawn = with_images[: layers * heads]  # after them the bar of colours
     for axes, (layer, head) in zip(drawn, np.ndindex(layers, heads), strict=True):
         (image,) = axes.get_images()
         np.testing.assert_array_equal(image.get_array(), maps[layer, 0, head])
         assert np.triu(image.get_array(), 1).max() == 0  # nothing reads what comes later
         assert image.get_clim() == (0, 1)
         assert re.findall(r"\d+", axes.get_title()) == [str(layer), str(head)]
-        for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
-            assert [label.get_text() for label in labels] == ["e", "g", r"\$", "i", "␣", "b", "d"]
+        characters = ["e", "g", r"\$", "i", "␣", "b", "d"]
+        assert texts_of(axes.get_xticklabels()) == characters
+        assert texts_of(axes.get_yticklabels()) == characters
         bottom, top = axes.get_ylim()
         assert bottom > top  # the first query on top
-        named = axes.get_subplotspec()
-        assert axes.get_xlabel() == ("key position" if named.is_last_row() else "")
-        assert axes.get_ylabel() == ("query position" if named.is_first_col() else "")
-    assert figures[0].axes[-1].get_ylabel() == "attention weight"
+        # axes are named at the edges of the figure alone
+        key_label = ""
+        if layer == layers - 1:
+            key_label = "key position"
+        query_label = ""
+        if head == 0:
+            query_label = "query position"
+        assert axes.get_xlabel() == key_label
+        assert axes.get_ylabel() == query_label
+    assert figure.axes[-1].get_ylabel() == "attention weight"
 
 
 @pytest.mark.parametrize(
@@ -201,46 +247,68 @@ def test_the_size_of_an_attention_picture_is_bounded(
     figures, layers, heads, time, named, inches, points
 ):
     """In inches, and the points of the titles and of the tokens, named where there is room."""
-    changes = {"num_layers": layers, "num_heads": heads, "vocab_size": 2, "block_size": time}
-    model = random_gpt("nanogpt", **changes)
+    token_points, title_points = points
+    model = random_gpt(
+        "nanogpt",
+        num_layers=layers,
+        num_heads=heads,
+        vocab_size=2,
+        block_size=time,
+    )
+
     attention_image(model, CharTokenizer("ab"), "ab" * 150, "png")
-    assert figures[0].get_size_inches().tolist() == pytest.approx(inches)
-    axes = figures[0].axes[0]
+
+    (figure,) = figures
+    axes = figure.axes[0]
+    (image,) = axes.get_images()
+    colour_bar = figure.axes[-1]
+    assert figure.get_size_inches().tolist() == pytest.approx(inches)
+    assert image.get_array().shape == (time, time)
     for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
         found = [label.get_fontsize() for label in labels]
-        assert found == pytest.approx([points[0]] * named)
-    assert axes.get_images()[0].get_array().shape == (time, time)
-    titles = axes.title, axes.yaxis.label, figures[0].axes[-1].yaxis.label
-    assert [title.get_fontsize() for title in titles] == pytest.approx([points[1]] * 3)
+        assert found == pytest.approx([token_points] * named)
+    for title in (axes.title, axes.yaxis.label, colour_bar.yaxis.label):
+        assert title.get_fontsize() == pytest.approx(title_points)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "window", "default preset"])
 def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
-    config = CONFIGS[name]
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
+    config = CONFIGS[name]
     model = loud(abstract_model(config), size=0.5)
-    tokens = tokens_of(1)
-    given = []
-    computed = []
+    inputs = []
+    outputs = []
     call = MultiHeadAttention.__call__
 
     def spy(self, x, context=None, **options):
-        given.append(x)
-        computed.append(call(self, x, context, **options))
-        return computed[-1]
+        output = call(self, x, context, **options)
+        inputs.append(x)
+        outputs.append(output)
+        return output
 
-    monkeypatch.setattr(MultiHeadAttention, "__call__", spy)
-    model(tokens)
-    monkeypatch.undo()
-    maps = model.attention_weights(tokens)
+    def output_by_hand(attention, x, weights):
+        values = split_heads(attention.value(x), attention.num_kv_heads)
+        group = attention.num_heads // attention.num_kv_heads
+        values = jnp.repeat(values, group, axis=1)
+        return attention.projection(merge_heads(weights @ values))
+
+    def found_and_expected(tokens):
+        with monkeypatch.context() as patch:
+            patch.setattr(MultiHeadAttention, "__call__", spy)
+            model(tokens)
+        maps = model.attention_weights(tokens)
+        found = []
+        for block, x, weights in zip(model.blocks, inputs, maps, strict=True):
+            found.append(output_by_hand(block.attention, x, weights))
+        return maps, found, outputs
+
+    maps, found, expected = compiled(found_and_expected, tokens_of(1))
+
     assert maps.shape == (len(model.blocks), 2, config.num_heads, 11, 11)
     np.testing.assert_allclose(maps.sum(-1), 1, rtol=1e-6)
-    for block, x, expected, weights in zip(model.blocks, given, computed, maps, strict=True):
-        attention = block.attention
-        value = split_heads(attention.value(x), attention.num_kv_heads)
-        value = jnp.repeat(value, attention.num_heads // attention.num_kv_heads, axis=1)
-        found = attention.projection(merge_heads(weights @ value))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * abs(expected).max())
+    for found_output, output in zip(found, expected, strict=True):
+        tolerance = 1e-6 * abs(output).max()
+        np.testing.assert_allclose(found_output, output, rtol=0, atol=tolerance)
 
 
 def test_characters_that_no_font_has_are_written_as_code_points():
@@ -248,21 +316,31 @@ def test_characters_that_no_font_has_are_written_as_code_points():
     text = "你好\U0001f642a\n"
     tokenizer = CharTokenizer.from_text(text)
     model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
-    assert attention_image(model, tokenizer, text, "svg").startswith(b"<?xml")
-    assert losses_image(METRICS, "runs/你好", "svg").startswith(b"<?xml")
+
+    attention = attention_image(model, tokenizer, text, "svg")
+    losses = losses_image(METRICS, "runs/你好", "svg")
     texts, families = drawable(["a\U000f1234b", "你"], "monospace")
+
+    assert attention.startswith(b"<?xml")
+    assert losses.startswith(b"<?xml")
     assert texts[0] == "aU+F1234b"  # of private use: in no font
     assert families[0] == "monospace"
 
 
 def test_a_character_is_drawn_with_an_installed_font_that_has_it(monkeypatch):
-    fonts = [mock.Mock(fname="latin.ttf"), mock.Mock(fname="cjk.ttf"), mock.Mock(fname="rest.ttf")]
-    for font in fonts:
-        font.name = font.fname.removesuffix(".ttf")
-    has = {"latin.ttf": "ab", "cjk.ttf": "你好", "rest.ttf": "ab你é"}
-    monkeypatch.setattr(plots, "_characters_of", lambda file: set(has.get(file, "ab")))
+    characters = {"latin.ttf": "ab", "cjk.ttf": "你好", "rest.ttf": "ab你é"}
+    fonts = []
+    for file in characters:
+        font = mock.Mock(fname=file)
+        font.name = file.removesuffix(".ttf")  # which as an argument would be the mock's
+        fonts.append(font)
+    monkeypatch.setattr(plots, "_characters_of", lambda file: set(characters.get(file, "ab")))
     monkeypatch.setattr(plots.font_manager.fontManager, "ttflist", fonts)
 
-    assert drawable(["a好", "b"], "monospace") == (["a好", "b"], ["monospace", "cjk"])
-    assert drawable(["aé您"], "monospace") == (["aéU+60A8"], ["monospace", "rest"])
-    assert drawable(["ab"], "monospace") == (["ab"], ["monospace"])
+    chinese = drawable(["a好", "b"], "monospace")
+    in_no_font = drawable(["aé您"], "monospace")
+    latin = drawable(["ab"], "monospace")
+
+    assert chinese == (["a好", "b"], ["monospace", "cjk"])
+    assert in_no_font == (["aéU+60A8"], ["monospace", "rest"])
+    assert latin == (["ab"], ["monospace"])
