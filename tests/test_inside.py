@@ -36,6 +36,10 @@ def heard(function, *args) -> list[TypedCall]:
     return calls
 
 
+def paths_of(calls: list[TypedCall]) -> list[str]:
+    return [call.path for call in calls]
+
+
 def by_hand(model: jgpt.GPT, tokens: jax.Array, edit=lambda x: x) -> dict[str, jax.Array]:
     """Results of the forward pass, with that of the second block's attention replaced."""
     found = {}
@@ -60,19 +64,25 @@ def by_hand(model: jgpt.GPT, tokens: jax.Array, edit=lambda x: x) -> dict[str, j
 
 def test_a_watch_hears_of_each_call_with_its_path_and_arguments():
     model = model_of()
+
     calls = heard(model, TOKENS)
-    assert (calls[0].path, calls[0].arguments["self"]) == ("", model)
-    assert calls[0].arguments["tokens"] is TOKENS
-    assert calls[0].annotations["return"].dim_str == "batch time {self.vocab_size}"
-    paths = [call.path for call in calls]
-    expected = "hidden", "embed", "blocks.1", "blocks.1.attention", "final_norm", "logits"
-    assert [path for path in dict.fromkeys(paths) if path in expected] == [*expected]
-    (query,) = (call for call in calls if call.path == "blocks.2.attention.query")
+
+    first = calls[0]
+    assert first.path == ""
+    assert first.arguments["self"] == model
+    assert first.arguments["tokens"] is TOKENS
+    assert first.annotations["return"].dim_str == "batch time {self.vocab_size}"
+    paths = paths_of(calls)
+    in_order = ["hidden", "embed", "blocks.1", "blocks.1.attention", "final_norm", "logits"]
+    places = [paths.index(path) for path in in_order]
+    assert places == sorted(places)
+    (query,) = [call for call in calls if call.path == "blocks.2.attention.query"]
     assert query.arguments["self"] is model.blocks[2].attention.query
+    # of queries, keys and values
     assert paths.count("blocks.0.attention.split_heads") == 3
 
 
-ways = pytest.mark.parametrize(
+transformations = pytest.mark.parametrize(
     ("changes", "block"),
     [
         ({}, "blocks.1"),
@@ -83,37 +93,42 @@ ways = pytest.mark.parametrize(
 )
 
 
-@ways
+@transformations
 def test_paths_within_transformations(changes, block):
     graph, weights = nnx.split(model_of(**changes))
 
     def loss(weights, tokens):
-        return nnx.merge(graph, weights)(tokens).sum()
+        model = nnx.merge(graph, weights)
+        return model(tokens).sum()
 
-    def of_each(weights, tokens):
+    def mapped_loss(weights, tokens):
         return jax.vmap(loss, (None, 0))(weights, tokens[:, None])
 
-    for function in (loss, jax.jit(loss), jax.grad(loss), of_each):
+    for function in (loss, jax.jit(loss), jax.grad(loss), mapped_loss):
         jax.clear_caches()  # or nothing is traced again
-        calls = heard(jax.eval_shape, function, weights, TOKENS)
-        paths = [call.path for call in calls]
+        paths = paths_of(heard(jax.eval_shape, function, weights, TOKENS))
         assert paths.count(f"{block}.attention") == 1
-        others = {path for path in paths if path.startswith("blocks") and "." in path}
-        assert f"{block}.feed_forward.expansion" in others
-        assert ("blocks.2.attention" in others) == (block == "blocks.1")
+        assert f"{block}.feed_forward.expansion" in paths
+        # where all blocks are one program, none has a number
+        assert ("blocks.2.attention" in paths) == (block == "blocks.1")
 
 
 def test_a_cached_program_is_heard_and_decoding_is():
     masked = jax.jit(jgpt.causal_mask, static_argnums=0)
     masked(3)
-    assert len(heard(masked, 3)) == len(heard(masked, 3)) == 1
+    first = heard(masked, 3)
+    second = heard(masked, 3)
+    assert len(first) == 1
+    assert len(second) == 1
+
     graph, weights = nnx.split(model_of())
+    newest = TOKENS[:, :1]
 
     def decode(weights, tokens):
         model = nnx.merge(graph, weights)
         return model(tokens, cache=model.empty_cache(2))
 
-    paths = [call.path for call in heard(jax.eval_shape, decode, weights, TOKENS[:, :1])]
+    paths = paths_of(heard(jax.eval_shape, decode, weights, newest))
     assert "blocks.2.attention.attend_over_cache" in paths
 
 
@@ -122,39 +137,62 @@ def test_a_watch_that_replaces_nothing_changes_no_program(changes):
     graph, weights = nnx.split(model_of(**changes))
 
     def lowered() -> str:
-        return (
-            jax.jit(lambda w, tokens: nnx.merge(graph, w)(tokens)).lower(weights, TOKENS).as_text()
-        )
+        # a function of its own each time: JAX would reuse the program that was traced before
+        def forward(weights, tokens):
+            model = nnx.merge(graph, weights)
+            return model(tokens)
+
+        return jax.jit(forward).lower(weights, TOKENS).as_text()
+
+    def negate_logits(call):
+        if call.path == "logits":
+            return jnp.negative
+        return None
 
     alone = lowered()
     with jgpt.watching(lambda call: None):
-        assert lowered() == alone
-    with jgpt.watching(lambda call: jnp.negative if call.path == "logits" else None):
-        assert lowered() != alone
+        watched = lowered()
+    with jgpt.watching(negate_logits):
+        edited = lowered()
+
+    assert watched == alone
+    assert edited != alone
 
 
 def zeroed(call: TypedCall):
-    return jnp.zeros_like if call.path == "blocks.0.attention" else None
+    if call.path == "blocks.0.attention":
+        return jnp.zeros_like
+    return None
 
 
 def jitted(model):
     graph, weights = nnx.split(model)
-    call = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
-    return lambda: call(weights, TOKENS)
+
+    @jax.jit
+    def forward(weights, tokens):
+        return nnx.merge(graph, weights)(tokens)
+
+    return lambda: forward(weights, TOKENS)
 
 
 def nnx_jitted(model):
-    call = nnx.jit(lambda model, tokens: model(tokens))
-    return lambda: call(model, TOKENS)
+    @nnx.jit
+    def forward(model, tokens):
+        return model(tokens)
+
+    return lambda: forward(model, TOKENS)
 
 
 def mapped_in_jit(model):
     """The typed calls see the tracers of `vmap` alone."""
     graph, weights = nnx.split(model)
-    call = jax.jit(
-        jax.vmap(lambda weights, row: nnx.merge(graph, weights)(row[None])[0], (None, 0))
-    )
-    return lambda: call(weights, TOKENS)
+
+    def forward(weights, row):
+        batch = row[None]
+        return nnx.merge(graph, weights)(batch)[0]
+
+    mapped = jax.jit(jax.vmap(forward, (None, 0)))
+    return lambda: mapped(weights, TOKENS)
 
 
 def generating(model):
@@ -166,9 +204,11 @@ def test_what_is_replaced_in_a_compiled_program_ends_with_its_watch(calling):
     """Whether the program is first compiled within the watch or before it."""
     model = random_gpt("lecture", num_layers=1, vocab_size=17, block_size=8)
     call = calling(model)
+
     with jgpt.watching(zeroed):
         edited = np.asarray(call())
     expected = np.asarray(call())
+
     assert np.abs(edited - expected).max() > 1e-3
     with jgpt.watching(zeroed):
         np.testing.assert_array_equal(call(), edited)
@@ -198,9 +238,13 @@ def test_what_a_watcher_calls_is_its_own_program():
 def test_eager_calls_compile_nothing_anew_for_a_watch():
     model = model_of()
     heard(model, TOKENS)
+    compiled: list[str] = []
+
+    def handle(logger, record):
+        compiled.append(record.msg)
+
     with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        compiled: list[str] = []
-        patch.setattr(logging.Logger, "handle", lambda _, record: compiled.append(record.msg))
+        patch.setattr(logging.Logger, "handle", handle)
         for _ in range(3):
             heard(model, TOKENS)
             jgpt.capture(model, "blocks.1")(TOKENS)
@@ -226,24 +270,33 @@ def test_of_nested_watches_the_inner_one_sees_a_result_first():
     one = jnp.ones((1, 1))  # a single key, whose weight is 1
     outer = jgpt.watching(watch("outer", lambda x: x + 1))
     inner = jgpt.watching(watch("inner", lambda x: 3 * x))
-    with outer, inner:
-        assert float(jgpt.attention_weights(one, one)[0, 0]) == 4
 
+    with outer, inner:
+        weights = jgpt.attention_weights(one, one)
+
+    assert float(weights[0, 0]) == 3 * 1 + 1
     assert events == ["outer", "inner", "inner 1.0", "outer 3.0"]
 
 
 def test_what_a_watch_calls_is_not_heard():
     model = model_of()
-    again = jgpt.edit(model, {"logits": lambda logits: logits + model(TOKENS)})(TOKENS)
-    np.testing.assert_allclose(again, 2 * model(TOKENS), rtol=1e-6)
+
+    def add_logits(logits):
+        return logits + model(TOKENS)  # heard, this call would add them without an end
+
+    found = jgpt.edit(model, {"logits": add_logits})(TOKENS)
+
+    np.testing.assert_allclose(found, 2 * model(TOKENS), rtol=1e-6)
 
 
 def test_other_threads_are_not_heard():
     calls: list[TypedCall] = []
+    thread = threading.Thread(target=jgpt.causal_mask, args=(3,))
+
     with jgpt.watching(calls.append):
-        thread = threading.Thread(target=jgpt.causal_mask, args=(3,))
         thread.start()
         thread.join()
+
     assert not calls
 
 
@@ -251,17 +304,18 @@ def test_the_error_of_a_watch_goes_through_as_it_is():
     def fail(call):
         raise KeyError("mine")
 
+    def return_an_array(call) -> Any:
+        return TOKENS
+
     with jgpt.watching(fail), pytest.raises(KeyError, match=r"^'mine'$"):
         jgpt.causal_mask(3)
     with pytest.raises(TypeError, match="needs a function of a TypedCall, not 3"):
         jgpt.watching(3).__enter__()  # type: ignore[arg-type]
-    watch: Any = lambda call: TOKENS  # noqa: E731
-    with (
-        jgpt.watching(watch),
-        pytest.raises(TypeError, match=r"returns a function of the result, not int32\[2,5\]"),
-    ):
+    message = r"returns a function of the result, not int32\[2,5\]"
+    with jgpt.watching(return_an_array), pytest.raises(TypeError, match=message):
         jgpt.causal_mask(3)
-    assert jgpt.causal_mask(1).all()
+
+    assert jgpt.causal_mask(1).all()  # no watch is left
 
 
 def test_watching_needs_the_checks(monkeypatch):
@@ -281,43 +335,56 @@ def test_watching_needs_the_checks(monkeypatch):
     ],
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):
-    edits = (jnp.zeros_like, lambda x: x.at[:, 2, 3].add(1.0))
+    def add_to_a_feature(x):
+        return x.at[:, 2, 3].add(1.0)
+
     graph, weights = nnx.split(model_of(family, **changes))
     graph_of_a_loop = nnx.graphdef(model_of(family))  # of which each block can be called
     order = []
 
     @jax.jit
-    def all_of(weights):
+    def everything(weights):
         model = nnx.merge(graph, weights)
         plain = nnx.merge(graph_of_a_loop, weights)
         captured = jgpt.capture(model, "blocks.*", "blocks.*.attention", "logits")(TOKENS)
         order.extend(captured)
-        edited = [jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS) for edit in edits]
-        expected = [by_hand(plain, TOKENS, edit)["logits"] for edit in edits]
-        return captured, by_hand(plain, TOKENS), edited, expected
+        edited = []
+        for edit in (jnp.zeros_like, add_to_a_feature):
+            found = jgpt.edit(model, {"blocks.1.attention": edit})(TOKENS)
+            expected = by_hand(plain, TOKENS, edit)["logits"]
+            edited.append((found, expected))
+        return captured, by_hand(plain, TOKENS), edited
 
-    captured, found, edited, expected = all_of(weights)
+    captured, expected_results, edited = everything(weights)
 
     in_turn = []
     for index in range(3):
-        in_turn += [f"blocks.{index}.attention", f"blocks.{index}"]
+        in_turn.append(f"blocks.{index}.attention")
+        in_turn.append(f"blocks.{index}")
     assert order == [*in_turn, "logits"]
-    assert captured.keys() == found.keys()
+    assert captured.keys() == expected_results.keys()
     for path, result in captured.items():
-        np.testing.assert_allclose(result, found[path], rtol=2e-5, atol=2e-6)
-    for result, wanted in zip(edited, expected, strict=True):
-        np.testing.assert_allclose(result, wanted, rtol=2e-5, atol=2e-6)
-        assert np.abs(result - found["logits"]).max() > 1e-3  # the edit is seen
+        np.testing.assert_allclose(result, expected_results[path], rtol=2e-5, atol=2e-6)
+    for found, expected in edited:
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+        # the edit is seen
+        assert np.abs(found - expected_results["logits"]).max() > 1e-3
 
 
 def test_further_calls_of_a_path_are_numbered():
     model = model_of()
+    block = model.blocks[0]
+
     found = jgpt.capture(model, "blocks.0.attention.split_heads", "")(TOKENS)
-    paths = [f"blocks.0.attention.split_heads{end}" for end in ("", "[1]", "[2]")]
-    assert list(found) == [*paths, ""]  # the model itself
-    attention = model.blocks[0].attention
-    x = model.blocks[0].attention_norm(model.embed(TOKENS))
-    value = split_heads(attention.value(x), attention.num_heads)
+
+    assert list(found) == [
+        "blocks.0.attention.split_heads",
+        "blocks.0.attention.split_heads[1]",
+        "blocks.0.attention.split_heads[2]",
+        "",  # the model itself
+    ]
+    x = block.attention_norm(model.embed(TOKENS))
+    value = split_heads(block.attention.value(x), block.attention.num_heads)
     np.testing.assert_array_equal(found["blocks.0.attention.split_heads[2]"], value)
 
 
@@ -329,13 +396,21 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
     (stream,) = jgpt.capture(model, "blocks.2")(other).values()
 
     def patched(weights):
-        return jgpt.edit(nnx.merge(graph, weights), {"blocks.2": lambda x: stream})(TOKENS)
+        patched_model = jgpt.edit(nnx.merge(graph, weights), {"blocks.2": lambda x: stream})
+        return patched_model(TOKENS)
 
-    expected = model(other)
-    np.testing.assert_allclose(jax.jit(patched)(weights), expected, rtol=1e-5, atol=1e-6)
-    gradients = jax.grad(lambda weights: patched(weights).sum())(weights)
-    assert jnp.abs(gradients["blocks"][0]["attention"]["query"]["kernel"][...]).max() == 0
-    assert jnp.abs(gradients["final_norm"]["scale"][...]).max() > 0
+    def summed(weights):
+        return patched(weights).sum()
+
+    found = jax.jit(patched)(weights)
+    gradients = jax.grad(summed)(weights)
+
+    np.testing.assert_allclose(found, model(other), rtol=1e-5, atol=1e-6)
+    # what comes before the patch has no gradient, and what comes after it has one
+    query = gradients["blocks"][0]["attention"]["query"]["kernel"][...]
+    final_scale = gradients["final_norm"]["scale"][...]
+    assert jnp.abs(query).max() == 0
+    assert jnp.abs(final_scale).max() > 0
 
 
 @pytest.mark.parametrize(
@@ -345,22 +420,30 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
 def test_an_edited_model_is_sampled_as_it_predicts(path, change):
     """The whole context is computed for each token: positions are counted from its start."""
     model = random_gpt("modern", num_layers=2, vocab_size=17, block_size=8, scan_layers=True)
-    options = {"key": jax.random.key(0), "temperature": 0.0}
     edited = jgpt.edit(model, {path: change})
-    found = jgpt.generate(edited, TOKENS[:, :3], 5, **options)
+    misspelt = jgpt.edit(model, {"block.1": change})
+    prompt = TOKENS[:, :3]
+
+    def sample(model):
+        return jgpt.generate(model, prompt, 5, key=jax.random.key(0), temperature=0.0)
+
+    found = sample(edited)
+    plain = sample(model)
+
     logits = jax.jit(lambda tokens: edited(tokens))(found)
-    np.testing.assert_array_equal(found[:, 3:], logits[:, 2:-1].argmax(-1))
-    plain = jgpt.generate(model, TOKENS[:, :3], 5, **options)
+    likeliest = logits[:, 2:-1].argmax(-1)  # after each token from the prompt's last one on
+    np.testing.assert_array_equal(found[:, 3:], likeliest)
     assert (found != plain).any()
     with pytest.raises(ValueError, match=r"no typed call has the path 'block\.1'"):
-        jgpt.generate(jgpt.edit(model, {"block.1": change}), TOKENS[:, :3], 5, **options)
+        sample(misspelt)
 
 
 def test_what_can_t_be_captured_or_edited_is_refused():
     model = model_of()
-    with pytest.raises(
-        ValueError, match=r"'block.1.attention' \(did you mean 'blocks.1.attention'\?\)"
-    ):
+    mesh = jax.make_mesh((1,), ("data",))
+
+    message = r"'block.1.attention' \(did you mean 'blocks.1.attention'\?\)"
+    with pytest.raises(ValueError, match=message):
         jgpt.capture(model, "block.1.attention")(TOKENS)
     with pytest.raises(ValueError, match=r"no typed call has the path 'blocks\.7'"):
         jgpt.edit(model, {"blocks.7": jnp.zeros_like})(TOKENS)
@@ -368,10 +451,7 @@ def test_what_can_t_be_captured_or_edited_is_refused():
         jgpt.capture(model)
     with pytest.raises(TypeCheckError, match=r"(?s)MultiHeadAttention.*wrong result.*time is 3"):
         jgpt.edit(model, {"blocks.1.attention": lambda x: x[:, :3]})(TOKENS)
-    with (
-        jax.set_mesh(jax.make_mesh((1,), ("data",))),
-        pytest.raises(ValueError, match="without a mesh"),
-    ):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="without a mesh"):
         jgpt.capture(model, "logits")(TOKENS)
 
 
@@ -388,11 +468,17 @@ def split(
     x: Float[Array, "batch features"],
 ) -> tuple[Float[Array, "batch {x.shape[-1]//2}"], Float[Array, "..."]]:
     x = scale(scale(x, 2.0), 3.0)
-    return x[:, : x.shape[-1] // 2], x[:, x.shape[-1] // 2 :]
+    half = x.shape[-1] // 2
+    return x[:, :half], x[:, half:]
 
 
 def test_a_trace_of_code_of_one_s_own():
-    trace = jgpt.shape_trace(split, jax.ShapeDtypeStruct((3, 8), jnp.bfloat16))
+    three_rows = jax.ShapeDtypeStruct((3, 8), jnp.bfloat16)
+    five_rows = jax.ShapeDtypeStruct((5, 10), jnp.bfloat16)
+
+    trace = jgpt.shape_trace(split, three_rows)
+    other = jgpt.shape_trace(split, five_rows)
+
     expected = """split(x: bfloat16[batch=3 features=8])
   scale  bfloat16[batch=3 features=8]
   scale  bfloat16[batch=3 features=8]
@@ -402,10 +488,11 @@ result   bfloat16[batch=3 4]
     page = trace._repr_html_()
     assert re.sub("<[^>]*>", "", page) == expected
     colours = re.findall(r"(#\w+)\">(\w+)</span>=", page)
-    assert [name for _, name in colours] == ["batch", "features"] * 3 + ["batch"]
-    assert len(set(colours)) == 2
-    assert json.loads(json.dumps(trace.as_json()))["calls"][1]["arguments"].keys() == {"x"}
-    other = jgpt.shape_trace(split, jnp.ones((5, 10), jnp.bfloat16))
+    names = [name for _, name in colours]
+    assert names == ["batch", "features", "batch", "features", "batch", "features", "batch"]
+    assert len(set(colours)) == 2  # each name has one colour
+    saved = json.loads(json.dumps(trace.as_json()))
+    assert saved["calls"][1]["arguments"].keys() == {"x"}
     named = with_symbols(trace, other, {"b": (3, 5), "f": (8, 10)})
     assert named.lines(1)[-2] == "result   bfloat16[batch=b ?]"
     with pytest.raises(ValueError, match="abs makes no typed call"):
@@ -417,9 +504,12 @@ def test_a_model_s_tree_has_the_sizes_of_its_arrays():
     lines = jgpt.shape_trace(model, TOKENS).lines(2)
     assert lines[0] == "GPT(tokens: int32[batch=2 time=5])"
     assert "  blocks.1 to 2: alike" in lines
-    (attention,) = (line for line in lines if line.startswith("    attention "))
-    assert attention.split(None, 1)[1] == "float32[batch=2 time=5 embed_dim=12]"
-    assert lines[-1].split() == ["result", "float32[batch=2", "time=5", "vocab_size=17]"]
+    (attention,) = [line for line in lines if line.startswith("    attention ")]
+    _, shape = attention.split(None, 1)
+    assert shape == "float32[batch=2 time=5 embed_dim=12]"
+    result, shape = lines[-1].split(None, 1)
+    assert result == "result"
+    assert shape == "float32[batch=2 time=5 vocab_size=17]"
 
 
 def test_the_command_draws_any_batch_and_length(trained):
@@ -427,34 +517,49 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert said[0] == "GPT(tokens: int32[batch=b time=t])"
     assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
     assert max(map(len, said)) <= 80
-    assert "batch=2 time=5 vocab_size=65" in worked("shapes", "tiny", "--batch", 2, "--time", 5)
+
+    both_sizes = worked("shapes", "tiny", "--batch", 2, "--time", 5)
+    assert "batch=2 time=5 vocab_size=65" in both_sizes
     # a size that was given stays a number beside one that was not
-    assert "batch=5 time=t vocab_size=65" in worked("shapes", "tiny", "--batch", 5)
-    assert "batch=b time=5 vocab_size=65" in worked("shapes", "tiny", "--time", 5)
+    batch_alone = worked("shapes", "tiny", "--batch", 5)
+    assert "batch=5 time=t vocab_size=65" in batch_alone
+    time_alone = worked("shapes", "tiny", "--time", 5)
+    assert "batch=b time=5 vocab_size=65" in time_alone
+
     for option, call in (("--decode", "attend_over_cache"), ("--train", "cross_entropy_from")):
-        said = worked("shapes", "tiny", option, "--depth", 9)
-        assert call in said
-        assert max(map(len, said.splitlines())) <= 80
+        picture = worked("shapes", "tiny", option, "--depth", 9)
+        assert call in picture
+        assert max(map(len, picture.splitlines())) <= 80
+
     data = json.loads(worked("shapes", trained.directory, "--json"))
-    assert (data["name"], data["arguments"]["tokens"][0]["dtype"]) == ("GPT", "int32")
-    assert "99 tokens are more than block_size=16" in refused("shapes", "tiny", "--time", 99)
-    assert "--depth 0 must be positive" in refused("shapes", "tiny", "--depth", 0)
-    assert "--decode and --train are two pictures" in refused(
-        "shapes", "tiny", "--decode", "--train"
-    )
+    assert data["name"] == "GPT"
+    assert data["arguments"]["tokens"][0]["dtype"] == "int32"
+
+    too_long = refused("shapes", "tiny", "--time", 99)
+    assert "99 tokens are more than block_size=16" in too_long
+    no_depth = refused("shapes", "tiny", "--depth", 0)
+    assert "--depth 0 must be positive" in no_depth
+    two_pictures = refused("shapes", "tiny", "--decode", "--train")
+    assert "--decode and --train are two pictures" in two_pictures
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
 def test_a_terminal_shows_dimension_names_in_colours(monkeypatch):
     plain = worked("shapes", "tiny")
     assert "\x1b" not in plain
+
     code, shown = on_terminal(80, "shapes", "tiny")
     assert code == 0
-    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown).replace("\r\n", "\n")
-    assert text.endswith(plain)
+    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown)
+    assert text.replace("\r\n", "\n").endswith(plain)
     coloured = re.findall(r"(\x1b\[[\d;]+m)([\w*]+)\x1b\[0m=", shown)
-    assert [name for _, name in coloured] == re.findall(r"([\w*]+)=", plain)
-    assert len({colour for colour, name in coloured if name == "batch"}) == 1
-    assert len({colour for colour, name in coloured if name in ("batch", "time")}) == 2
+    names = [name for _, name in coloured]
+    assert names == re.findall(r"([\w*]+)=", plain)
+    colours_of_batch = {colour for colour, name in coloured if name == "batch"}
+    colours_of_time = {colour for colour, name in coloured if name == "time"}
+    assert len(colours_of_batch) == 1
+    assert len(colours_of_batch | colours_of_time) == 2
+
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[\d;]+m", on_terminal(80, "shapes", "tiny")[1])
+    _, shown = on_terminal(80, "shapes", "tiny")
+    assert not re.search(r"\x1b\[[\d;]+m", shown)

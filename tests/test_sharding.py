@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jgpt.nn.layers import Linear
 from jgpt.parallel.mesh import abstract_mesh, make_mesh
 from jgpt.parallel.rules import dimensions_of, shard_by_name, spec_of, stacked
-from tests.models import tokens_of
+from tests.models import tokens_of, weights_of
 
 MESH = "data=2,fsdp=3,tensor=5"
 
@@ -30,21 +30,28 @@ MESH = "data=2,fsdp=3,tensor=5"
     ],
 )
 def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, mesh, exclude, spec):
-    assert spec_of(dimensions, shape, abstract_mesh(mesh), exclude=exclude) == spec
+    found = spec_of(dimensions, shape, abstract_mesh(mesh), exclude=exclude)
+
+    assert found == spec
 
 
 def test_with_a_mesh_an_array_is_split_and_without_one_it_stays():
     tokens = tokens_of(1)
-    assert shard_by_name(tokens, "batch", "time") is tokens
+
+    without_mesh = shard_by_name(tokens, "batch", "time")
     with jax.set_mesh(make_mesh("data=4,tensor=2")):
-        tokens = shard_by_name(tokens_of(1, batch=12), "batch", "time")
-    assert tokens.sharding.shard_shape(tokens.shape) == (3, tokens.shape[1])
+        # an array that was made without a mesh can't be given one eagerly
+        sharded = shard_by_name(tokens_of(1, batch=12), "batch", "time")
+
+    assert without_mesh is tokens
+    shard_shape = sharded.sharding.shard_shape(sharded.shape)
+    assert shard_shape == (12 // 4, sharded.shape[1])
 
 
 def test_a_mesh_of_another_size_than_the_machine_is_refused():
-    with pytest.raises(
-        ValueError, match=r"mesh='data=2,fsdp=3' needs 6 devices, but JAX has 8: give sizes .* 8"
-    ):
+    message = "mesh='data=2,fsdp=3' needs 6 devices, but JAX has 8: give sizes .* 8"
+
+    with pytest.raises(ValueError, match=message):
         make_mesh("data=2,fsdp=3")
 
 
@@ -53,23 +60,33 @@ def test_a_mesh_that_a_torus_of_chips_doesn_t_have(monkeypatch):
         raise NotImplementedError("size 4 with [8, 8, 16]")
 
     monkeypatch.setattr("jax.make_mesh", refuse)
-    with pytest.raises(
-        ValueError, match=r"^mesh='fsdp=8' doesn't fit the chips' arrangement: size 4"
-    ):
+    message = "^mesh='fsdp=8' doesn't fit the chips' arrangement: size 4"
+
+    with pytest.raises(ValueError, match=message):
         make_mesh("fsdp=8")
 
 
 def test_a_parameter_without_names_has_none_for_each_dimension():
-    assert dimensions_of(nnx.Param(jnp.zeros((2, 3, 4)))) == (None, None, None)
+    parameter = nnx.Param(jnp.zeros((2, 3, 4)))
+
+    assert dimensions_of(parameter) == (None, None, None)
 
 
 def test_stacked_layers_are_sharded_as_each_is():
-    dimensions = "embed_dim", "hidden_dim"
-    layers = [Linear(6, 8, dimensions=dimensions, rngs=nnx.Rngs(seed)) for seed in range(3)]
-    weights = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in layers]
+    dimensions = ("embed_dim", "hidden_dim")
+    layers = []
+    for seed in range(3):
+        layers.append(Linear(6, 8, dimensions=dimensions, rngs=nnx.Rngs(seed)))
+    weights = [weights_of(layer) for layer in layers]
+
+    def stack(weights):
+        return stacked(weights, layers[0])["kernel"]
+
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
-        kernel = jax.jit(lambda weights: stacked(weights, layers[0]))(weights)["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (3, 6 // 2, 8 // 4)
-    alone = stacked(weights, layers[0])["kernel"]
+        sharded = jax.jit(stack)(weights)
+    alone = stack(weights)
+
+    shard_shape = sharded.sharding.shard_shape(sharded.shape)
+    assert shard_shape == (3, 6 // 2, 8 // 4)
     assert alone.shape == (3, 6, 8)
-    assert (alone == kernel).all()
+    assert (alone == sharded).all()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jgpt import ModelConfig, TrainConfig, fit
 from jgpt.data.batches import evaluation_windows
@@ -22,6 +21,7 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.step import Metrics
+from tests.models import compiled, weights_of
 from tests.runs.harness import BIGRAM, with_changes
 
 ROOT = Path(__file__).parents[2]
@@ -29,24 +29,37 @@ ROOT = Path(__file__).parents[2]
 
 def test_metrics_have_the_fields_that_the_documentation_explains(trained):
     lines = RunDirectory.open(trained.directory).metrics()
-    page = (ROOT / "docs" / "runs.md").read_text()
-    (table,) = re.findall(r"(?m)^\| `step`.*\n(?:\|.*\n)*", page)
-    rows = re.findall(r"(?m)^\| (`.*?) \|", table)
-    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
     found = set().union(*lines)
+    documented = documented_fields()
     assert found <= documented
     # all targets are evaluated each time, and the peak of a CPU is unknown
     assert documented - found == {"exact_validation_loss", "model_flops_utilisation"}
+    assert peak_flops() is None  # nobody knows a CPU's, so nothing is made up
     last = lines[-1]
     assert last["tokens"] == 11 * 5 * 7
     assert last["memory_bytes"] > 1 << 20
-    assert peak_flops() is None  # nobody knows a CPU's, so nothing is made up
-    assert not any("model_flops_utilisation" in line for line in lines)
-    seconds = [line["seconds"] for line in lines if "seconds" in line]
+    seconds = column(lines, "seconds")
     assert seconds == sorted(seconds)
-    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    speeds = column(lines, "tokens_per_second")
     assert speeds
-    assert all(1 < speed < 1e7 for speed in speeds)
+    for speed in speeds:
+        assert 1 < speed < 1e7
+
+
+def documented_fields() -> set[str]:
+    """The names in the first column of the documentation's table."""
+    page = (ROOT / "docs" / "runs.md").read_text()
+    (table,) = re.findall(r"(?m)^\| `step`.*\n(?:\|.*\n)*", page)
+    names = set()
+    for first_cell in re.findall(r"(?m)^\| (`.*?) \|", table):
+        names.update(re.findall(r"`(\w+)`", first_cell))
+    return names
+
+
+def column(lines, name):
+    """A field's values, of the lines that have it."""
+    return [line[name] for line in lines if name in line]
 
 
 @pytest.fixture
@@ -67,21 +80,28 @@ MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embe
 
 def test_operations_are_counted_where_the_peak_is_known(clock, monkeypatch, tmp_path):
     counted = []
-    count = lambda config: counted.append(config) or 7  # noqa: E731
+
+    def count(config):
+        counted.append(config)
+        return 7
+
     monkeypatch.setattr("jgpt.fitting.metrics.flops_per_token", count)
     config = TrainConfig()
-    for peak in (None, 1e6):
-        monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda peak=peak: peak)
-        assert counted == []
-        MetricsLogger(config, RunDirectory(tmp_path), (), 100)
 
+    monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda: None)
+    MetricsLogger(config, RunDirectory(tmp_path), (), 100)
+    assert counted == []
+
+    monkeypatch.setattr("jgpt.fitting.metrics.peak_flops", lambda: 1e6)
+    MetricsLogger(config, RunDirectory(tmp_path), (), 100)
     assert counted == [config.model]
 
 
 def metrics_of(*losses: float) -> Metrics:
     """Those of a call of steps, with room for one step more."""
-    row = jnp.array([*losses, -1.0])
-    return jax.block_until_ready(Metrics(row, row / 2, row / 4))
+    loss = jnp.array([*losses, -1.0])
+    metrics = Metrics(loss, loss / 2, loss / 4)
+    return jax.block_until_ready(metrics)
 
 
 def test_every_number_by_hand(clock, tmp_path):
@@ -139,8 +159,10 @@ def test_every_number_by_hand(clock, tmp_path):
 
 def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path):
     """Not where process 0 writes alone, for which the others would wait."""
-    logger = MetricsLogger(TrainConfig(model=MODEL), RunDirectory(tmp_path), [], 1000)
+    config = TrainConfig(model=MODEL)
+    logger = MetricsLogger(config, RunDirectory(tmp_path), [], 1000)
     (tmp_path / "metrics.jsonl").mkdir()
+
     logger.add(0, 2, metrics_of(4.0, 3.5))
 
     assert isinstance(logger.failure, ValueError)
@@ -153,66 +175,97 @@ def test_the_speed_is_of_training_alone_and_the_seconds_are_of_all(
 ):
     """A step takes a second, an evaluation a thousand."""
 
-    def timed(make, seconds):
-        def make_timed(config):
-            call = make(config)
+    make_train_steps = fit_module.make_train_steps
+    make_eval_step = evaluation.make_eval_step
 
-            def run(*arguments):
-                clock.now += seconds(arguments)
-                return call(*arguments)
+    def make_timed_steps(config):
+        call = make_train_steps(config)
 
-            return run
+        def steps(state, windows, stream, count, first):
+            clock.now += count
+            return call(state, windows, stream, count, first)
 
-        return make_timed
+        return steps
 
-    steps = timed(fit_module.make_train_steps, lambda arguments: arguments[3])
-    monkeypatch.setattr(fit_module, "make_train_steps", steps)
-    evaluate = timed(evaluation.make_eval_step, lambda _: 1000)
-    monkeypatch.setattr(evaluation, "make_eval_step", evaluate)
+    def make_timed_evaluation(config):
+        call = make_eval_step(config)
+
+        def evaluate(*arguments):
+            clock.now += 1000
+            return call(*arguments)
+
+        return evaluate
+
+    monkeypatch.setattr(fit_module, "make_train_steps", make_timed_steps)
+    monkeypatch.setattr(evaluation, "make_eval_step", make_timed_evaluation)
+    # how long a call really takes must not matter
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda _: True)
     config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
-    lines = [line for line in RunDirectory(fit(config).directory).metrics() if "seconds" in line]
 
+    run = fit(config)
+
+    metrics = RunDirectory(run.directory).metrics()
+    timed = [line for line in metrics if "seconds" in line]
     # calls of three steps, cut short where there is an estimate, after 0, 1 and 2, or an
     # evaluation, after 4, 8 and 11
-    assert [(line["step"], line["seconds"]) for line in lines] == [
-        *((1, 1001.0), (2, 2002.0), (4, 3004.0), (7, 4007.0), (8, 4008.0), (11, 5011.0)),
-    ]
-    assert [line["tokens"] for line in lines] == [35, 70, 140, 245, 280, 385]
-    assert [line["tokens_per_second"] for line in lines] == [35.0] * 6
+    assert column(timed, "step") == [1, 2, 4, 7, 8, 11]
+    assert column(timed, "seconds") == [1001.0, 2002.0, 3004.0, 4007.0, 4008.0, 5011.0]
+    assert column(timed, "tokens") == [35, 70, 140, 245, 280, 385]
+    assert column(timed, "tokens_per_second") == [35.0] * 6
 
 
 def test_the_validation_loss_is_estimated_before_it_is_evaluated(small_run, tmp_path):
     """At step 0, and at a half, a quarter, ... of the first interval; a checkpoint is exact."""
     out = tmp_path / "run"
-    steps = {"steps": 80, "eval_interval": 35, "patience": 1}
-    run = fit(with_changes(small_run, **BIGRAM | {"optimizer": {}}, out=str(out), **steps))
+    changes = {**BIGRAM, "optimizer": {}}
+    config = with_changes(
+        small_run,
+        **changes,
+        out=str(out),
+        steps=80,
+        eval_interval=35,
+        patience=1,
+    )
+
+    run = fit(config)
+
     lines = RunDirectory.open(run.directory).metrics()
-    assert [line["step"] for line in lines] == list(range(81))
-    where = {
-        name: [line["step"] for line in lines if name in line]
-        for name in ("validation_estimate", "validation_loss")
-    }
-    expected = {"validation_estimate": [0, 2, 4, 8, 17], "validation_loss": [35, 70, 80]}
-    assert where == expected
+    estimated = [line["step"] for line in lines if "validation_estimate" in line]
+    evaluated = [line["step"] for line in lines if "validation_loss" in line]
+    assert column(lines, "step") == list(range(81))
+    assert estimated == [0, 2, 4, 8, 17]
+    assert evaluated == [35, 70, 80]
     assert set(lines[0]) == {"step", "validation_estimate"}
     assert lines[0]["validation_estimate"] > lines[35]["validation_loss"] > 2
-    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [70, 80]
+    checkpoints = [int(path.name) for path in (out / "checkpoints").iterdir()]
+    assert sorted(checkpoints) == [70, 80]
 
 
 def test_an_estimate_is_of_batches_that_are_spread_over_the_split(trained, monkeypatch):
     """Of six batches of 35 targets, the last with four, as many as 71 tokens need, or more."""
     config = trained.config
-    dataset = load_dataset(trained.config.dataset, 7)
+    dataset = load_dataset(config.dataset, 7)
     windows, counts = evaluation_windows(dataset.validation, 7, 5)
     assert len(windows) == 6
-    weights = nnx.to_pure_dict(nnx.state(trained.model, nnx.Param))
-    of = jax.vmap(lambda batch: token_losses(trained.model(batch[:, :-1]), batch[:, 1:]))
-    losses = np.asarray(of(jnp.asarray(windows)))
+    weights = weights_of(trained.model)
+
+    @jax.vmap
+    def losses_of(batch):
+        logits = trained.model(batch[:, :-1])
+        return token_losses(logits, batch[:, 1:])
+
+    losses = np.asarray(compiled(losses_of, windows))
+    mean = losses[counts].mean()
     monkeypatch.setattr(evaluation, "ESTIMATE_TOKENS", 71)
-    for steps, chosen in ((11, [0, 2, 5]), (1000, [0, 1, 2, 3, 5]), (9999, range(6))):
+
+    for steps, chosen in (
+        (11, [0, 2, 5]),
+        (1000, [0, 1, 2, 3, 5]),  # a longer run has time for more
+        (9999, [0, 1, 2, 3, 4, 5]),
+    ):
         longer = dataclasses.replace(config, steps=steps)
         evaluator = Evaluator(longer, dataset.validation, 2000)
-        assert evaluator.exact(weights) == pytest.approx(losses[counts].mean(), rel=1e-5)
-        expected = np.concatenate([losses[i][counts[i]] for i in chosen]).mean()
+        chosen_losses = losses[chosen]
+        expected = chosen_losses[counts[chosen]].mean()
+        assert evaluator.exact(weights) == pytest.approx(mean, rel=1e-5)
         assert evaluator.estimate(weights) == pytest.approx(expected, rel=1e-5)

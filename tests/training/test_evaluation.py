@@ -24,6 +24,10 @@ SMALL = TrainConfig(
     eval_interval=10,
     eval_tokens=None,
 )
+# twice the table's 121 weights for each target, and four windows of six targets in a batch
+WORK_OF_A_BATCH = 2 * 121 * 4 * 6
+FIVE_BATCHES = 5 * WORK_OF_A_BATCH
+NINE_BATCHES = 9 * WORK_OF_A_BATCH
 
 
 @pytest.mark.parametrize(
@@ -51,30 +55,44 @@ SMALL = TrainConfig(
 def test_evaluations_take_as_many_targets_as_5_percent_of_the_flops(
     changes, split, targets, spread, exact_last
 ):
-    plan = plan_evaluations(dataclasses.replace(LARGE, **changes), split + 1)
-    assert (plan.targets, plan.spread, plan.exact_last) == (targets, spread, exact_last)
+    config = dataclasses.replace(LARGE, **changes)
+
+    plan = plan_evaluations(config, split + 1)
+
+    assert plan.targets == targets
+    assert plan.spread == spread
+    assert plan.exact_last == exact_last
     assert plan.split_targets == split
-    said = f" over {targets:,} of {split:,} tokens"
-    assert plan.over == ("" if targets == split else said)
+    if targets == split:
+        assert plan.over == ""
+    else:
+        assert plan.over == f" over {targets:,} of {split:,} tokens"
     if plan.spread and targets > 256:
         assert plan.share <= 0.05
 
 
 def test_a_share_counts_each_evaluation_and_the_exact_one():
     config = dataclasses.replace(LARGE, steps=6000, eval_interval=100)
-    plan = plan_evaluations(config, 200_001)
-    evaluated = 60 * 239 * 256 + 200_000
 
-    assert plan.share == pytest.approx(evaluated / (evaluated + 6000 * 12_288), rel=1e-12)
+    plan = plan_evaluations(config, 200_001)
+
+    evaluated = 60 * 239 * 256 + 200_000
+    trained = 6000 * 12_288
+    share = evaluated / (evaluated + trained)
+    assert plan.share == pytest.approx(share, rel=1e-12)
     assert plan.evaluations == 60
 
 
 def test_more_steps_do_not_change_the_targets_of_a_run_that_has_begun():
     config = dataclasses.replace(LARGE, steps=90, eval_interval=45)
-    plan = plan_evaluations(config, 11_801_145, targets=75 * 256, comparable_after=7)
 
-    assert (plan.targets, plan.evaluations, plan.comparable_after) == (75 * 256, 2, 7)
-    assert plan_evaluations(config, 11_801_145).targets == 113 * 256
+    resumed = plan_evaluations(config, 11_801_145, targets=75 * 256, comparable_after=7)
+    new = plan_evaluations(config, 11_801_145)
+
+    assert resumed.targets == 75 * 256
+    assert resumed.evaluations == 2
+    assert resumed.comparable_after == 7
+    assert new.targets == 113 * 256
 
 
 @pytest.fixture
@@ -84,22 +102,34 @@ def weights() -> Any:
 
 def losses_by_window(weights: Any) -> np.ndarray:
     """The summed loss of each of the 67 windows of six targets, the last one of three."""
-    windows, counts = evaluation_windows(TOKENS, 6, 1)
+    return np.array(losses_by_batch(weights, batch_size=1))
+
+
+def losses_by_batch(weights: Any, batch_size: int) -> list[Any]:
+    """The summed loss of each batch of windows."""
+    windows, counts = evaluation_windows(TOKENS, 6, batch_size)
     evaluate = make_eval_step(SMALL.model)
-    return np.array(
-        [evaluate(weights, windows[i : i + 1], counts[i : i + 1]) for i in range(len(windows))]
-    )
+    losses = []
+    for index in range(len(windows)):
+        batch = slice(index, index + 1)
+        losses.append(evaluate(weights, windows[batch], counts[batch]))
+    return losses
 
 
 def test_a_part_is_whole_windows_spread_evenly(weights):
     sums = losses_by_window(weights)
     assert len(sums) == 67
-    evaluator = Evaluator(SMALL, TOKENS, 121, spread_targets=60)
-    spread = [0, 6, 13, 20, 26, 33, 40, 46, 53, 60]
-    assert evaluator.exact(weights) == pytest.approx(sums[spread].sum() / 60, rel=1e-6)
-    assert sums[spread].sum() != pytest.approx(sums[:10].sum(), rel=1e-4)
+    part = Evaluator(SMALL, TOKENS, 121, spread_targets=60)
     whole = Evaluator(SMALL, TOKENS, 121)
-    assert whole.exact(weights) == pytest.approx(sums.sum() / 399, rel=1e-6)
+
+    loss_of_part = part.exact(weights)
+    loss_of_whole = whole.exact(weights)
+
+    spread = [0, 6, 13, 20, 26, 33, 40, 46, 53, 60]
+    spread_sum = sums[spread].sum()
+    assert loss_of_part == pytest.approx(spread_sum / 60, rel=1e-6)
+    assert spread_sum != pytest.approx(sums[:10].sum(), rel=1e-4)  # not the first windows
+    assert loss_of_whole == pytest.approx(sums.sum() / 399, rel=1e-6)
 
 
 @pytest.fixture
@@ -125,36 +155,43 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
     weights, seen, resident, monkeypatch
 ):
     """Seventeen batches of four windows: all at once, or five in each of four calls."""
-    once = Evaluator(SMALL, TOKENS, 121)
-    expected = once.exact(weights)
-    estimate = once.estimate(weights)
+    # all in one call, as the compiled function itself gives it
+    in_one_call = Evaluator(SMALL, TOKENS, 121)
+    expected = in_one_call.exact(weights)
+    expected_estimate = in_one_call.estimate(weights)
     assert len(seen) == 2
     windows, counts = evaluation_windows(TOKENS, 6, 4)
     total = make_eval_step(SMALL.model)(weights, windows, counts)
-    assert expected == float(total) / 399  # as before there were several calls
+    assert expected == float(total) / 399
+
+    # in four calls
     seen.clear()
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 5)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
     if not resident:
         monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
-    heard: list[Any] = []
+    progress: list[Any] = []
     evaluator = Evaluator(SMALL, TOKENS, 121)
-    found = evaluator.exact(weights, lambda *done: heard.append(done))
+    found = evaluator.exact(weights, lambda *done: progress.append(done))
+    windows_of_calls = [windows for _, windows in seen]
     assert found == expected
-    assert heard == [(0, 399), (120, 399), (240, 399), (360, 399)]
-    assert [windows.shape for _, windows in seen] == [(5, 4, 7)] * 4
-    assert evaluator.estimate(weights) == estimate
+    assert progress == [(0, 399), (120, 399), (240, 399), (360, 399)]
+    assert [windows.shape for windows in windows_of_calls] == [(5, 4, 7)] * 4
+
+    # an estimate is of some of the same windows, which are not on the device twice
+    seen.clear()
+    assert evaluator.estimate(weights) == expected_estimate
+    assert seen
+    for _, windows in seen:
+        is_shared = any(windows is other for other in windows_of_calls)
+        assert is_shared == resident
+
     # windows that are small stay on the device, and no call of either kind is compiled again
-    first = [windows for _, windows in seen]
     seen.clear()
     assert evaluator.exact(weights) == expected
-    again = [windows for _, windows in seen]
-    assert [a is b for a, b in zip(first, again, strict=False)] == [resident] * 4
-    # an estimate is of some of the same windows, which are not on the device twice
-    of_the_estimate = first[4:]
-    assert of_the_estimate
-    for windows in of_the_estimate:
-        assert any(windows is other for other in first[:4]) == resident
-    assert {step._cache_size() for step, _ in seen} == {1}
+    for before, (_, again) in zip(windows_of_calls, seen, strict=True):
+        assert (again is before) == resident
+    for step, _ in seen:
+        assert step._cache_size() == 1
 
 
 def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
@@ -165,29 +202,45 @@ def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
         if done == 240:
             raise Stopped
 
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 5)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
+    evaluator = Evaluator(SMALL, TOKENS, 121)
 
     with pytest.raises(Stopped):
-        Evaluator(SMALL, TOKENS, 121).exact(weights, stop)
+        evaluator.exact(weights, stop)
+
     assert len(seen) == 2
 
 
 def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypatch):
-    read: list[int] = []
+    events: list[str] = []
+    windows_by_number = evaluation.windows_by_number
 
-    def windows_by_number(tokens, numbers, block_size):
-        read.append(numbers.size)
-        return made(tokens, numbers, block_size)
+    def recorded(tokens, numbers, block_size):
+        events.append(f"read {numbers.size}")
+        return windows_by_number(tokens, numbers, block_size)
 
-    made = evaluation.windows_by_number
-    monkeypatch.setattr(evaluation, "windows_by_number", windows_by_number)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 5)
+    def progress(done, targets):
+        events.append(f"done {done}")
+
+    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
+
     evaluator = Evaluator(SMALL, TOKENS, 121)
-    assert read == []
+    assert events == []
+
+    evaluator.exact(weights, progress)
     # no more than the call that is computed and the next one
-    evaluator.exact(weights, lambda done, _: read.append(-done))
-    assert read == [20, 0, 20, -120, 20, -240, 20, -360]
+    assert events == [
+        "read 20",
+        "done 0",
+        "read 20",
+        "done 120",
+        "read 20",
+        "done 240",
+        "read 20",
+        "done 360",
+    ]
 
 
 class Unread:
@@ -204,11 +257,11 @@ class Unread:
 
 def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
     events: list[str] = []
-    read = evaluation.windows_by_number
+    windows_by_number = evaluation.windows_by_number
 
-    def windows_by_number(*arguments):
+    def recorded(*arguments):
         events.append("read")
-        return read(*arguments)
+        return windows_by_number(*arguments)
 
     def make(config):
         step = make_eval_step(config)
@@ -219,23 +272,25 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
 
         return call
 
-    monkeypatch.setattr(evaluation, "windows_by_number", windows_by_number)
+    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
     monkeypatch.setattr(evaluation, "make_eval_step", make)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 2 * 121 * 4 * 6 * 9)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
+
     Evaluator(SMALL, TOKENS, 121).exact(weights)
 
     assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
 
 
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
-    whole = Evaluator(SMALL, TOKENS, 121).exact(weights)
+    in_one_sum = Evaluator(SMALL, TOKENS, 121).exact(weights)
+    parts = losses_by_batch(weights, batch_size=4)
+    assert len(parts) == 17
+
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
     monkeypatch.setattr(evaluation, "BATCHES_PER_SUM", 1)
-    windows, counts = evaluation_windows(TOKENS, 6, 4)
-    evaluate = make_eval_step(SMALL.model)
-    parts = [evaluate(weights, windows[i : i + 1], counts[i : i + 1]) for i in range(17)]
     found = Evaluator(SMALL, TOKENS, 121).exact(weights)
 
-    assert found == sum(map(float, parts)) / 399
-    assert found == pytest.approx(whole, rel=1e-6)
+    total = sum(float(part) for part in parts)  # Python's numbers are float64
+    assert found == total / 399
+    assert found == pytest.approx(in_one_sum, rel=1e-6)
