@@ -28,7 +28,9 @@ class Disk:
         self._unsynced_names: list[tuple[Path, Path, bytes | None]] = []
 
     def __getattr__(self, name):
-        return getattr(os if hasattr(os, name) else shutil, name)
+        if hasattr(os, name):
+            return getattr(os, name)
+        return getattr(shutil, name)
 
     def write(self, descriptor, data):
         self._note("write", self._path(descriptor))
@@ -38,15 +40,22 @@ class Disk:
         path = self._path(descriptor)
         self._note("fsync", path)
         os.fsync(descriptor)
-        if path.is_dir():
-            self._named |= {entry.stat().st_ino for entry in path.iterdir()}
-            self._unsynced_names = [each for each in self._unsynced_names if each[1].parent != path]
-        else:
+        if not path.is_dir():
             self._synced[path.stat().st_ino] = path.read_bytes()
+            return
+        for entry in path.iterdir():
+            self._named.add(entry.stat().st_ino)
+        elsewhere = []
+        for source, target, old in self._unsynced_names:
+            if target.parent != path:
+                elsewhere.append((source, target, old))
+        self._unsynced_names = elsewhere
 
     def replace(self, source, target):
         self._note("rename", source, target)
-        old = target.read_bytes() if target.is_file() else None
+        old = None
+        if target.is_file():
+            old = target.read_bytes()
         os.replace(source, target)
         self._unsynced_names.append((source, target, old))
         self._crash()
@@ -62,13 +71,18 @@ class Disk:
         self._crash()
 
     def _note(self, what, *paths):
-        names = (Path(path).relative_to(self.root).as_posix() for path in paths)
-        self.calls.append(TOKEN.sub("", " ".join([what, *names])))
+        call = what
+        for path in paths:
+            name = Path(path).relative_to(self.root).as_posix()
+            call += f" {name}"
+        self.calls.append(TOKEN.sub("", call))
 
     def _path(self, descriptor):
         inode = os.fstat(descriptor).st_ino
-        everything = itertools.chain([self.root], self.root.rglob("*"))
-        return next(path for path in everything if path.stat().st_ino == inode)
+        for path in itertools.chain([self.root], self.root.rglob("*")):
+            if path.stat().st_ino == inode:
+                return path
+        raise FileNotFoundError(f"no file below {self.root} has inode {inode}")
 
     def _crash(self):
         """Keep all that a crash may leave now: of the unsynced names any may be lost."""
@@ -86,17 +100,24 @@ class Disk:
         for path in sorted(self.root.rglob("*"), reverse=True):  # what is in a folder goes first
             left = view / path.relative_to(self.root)
             inode = path.stat().st_ino
-            if inode not in self._named and path not in renamed:
-                shutil.rmtree(left) if path.is_dir() else left.unlink()
-            elif path.is_file():
-                content = self._synced.get(inode, b"")
-                if self._zeros:
-                    content = content.ljust(path.stat().st_size, b"\0")
-                left.write_bytes(content)
+            if inode in self._named or path in renamed:
+                if path.is_file():
+                    left.write_bytes(self._content_after_a_power_cut(path))
+            elif path.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         for source, target, old in reversed(lost):
-            source, target = (view / path.relative_to(self.root) for path in (source, target))
-            if target.exists():
-                os.replace(target, source)
+            old_name = view / source.relative_to(self.root)
+            new_name = view / target.relative_to(self.root)
+            if new_name.exists():
+                os.replace(new_name, old_name)
                 if old is not None:
-                    target.write_bytes(old)
+                    new_name.write_bytes(old)
         return view
+
+    def _content_after_a_power_cut(self, path):
+        content = self._synced.get(path.stat().st_ino, b"")
+        if self._zeros:
+            content = content.ljust(path.stat().st_size, b"\0")
+        return content

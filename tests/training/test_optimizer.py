@@ -16,7 +16,7 @@ from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.parallel.rules import Dimensions
 from jgpt.training.optimizer import clip_by_global_norm, make_optimizer, partition, trained_weights
 from jgpt.training.schedule import learning_rate_schedule
-from tests.models import nanogpt_rate, randomised, weights_of
+from tests.models import compiled, nanogpt_rate, randomised, weights_of
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
 
@@ -26,10 +26,11 @@ def optimizer_of(config, steps):
     return optax.GradientTransformation(jax.jit(made.init), jax.jit(made.update))
 
 
-def rates(config, steps, at, peak=None):
+def rates(config, steps, some_steps, peak=None):
     """The learning rates of a run of `steps` steps at some of them."""
     schedule = learning_rate_schedule(config, steps, peak)
-    return jax.jit(jax.vmap(schedule))(jnp.array(at)).tolist()
+    found = compiled(jax.vmap(schedule), jnp.array(some_steps))
+    return found.tolist()
 
 
 WSD = OptimizerConfig(
@@ -41,23 +42,21 @@ WSD = OptimizerConfig(
 )
 FLAT = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
 # 3 of 10 steps up, 3 stay, 4 go down: the tenth is above zero, and the eleventh would be zero
-UP_AND_DOWN = [0.1, 0.2, 0.3, *[0.4] * 4, 0.3, 0.2, 0.1, 0.0, 0.0]
+UP_AND_DOWN = dict(enumerate([0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0]))
+NANOGPT = {step: nanogpt_rate(step) for step in range(130)}
+NANOGPT_S_WARMUP = {step: NANOGPT[step] for step in range(5)}
 LATE = dataclasses.replace(WSD, warmup_steps=8, min_learning_rate=0.1)
 
 
 @pytest.mark.parametrize(
     ("config", "steps", "expected"),
     [
-        (CONFIG, 110, {step: nanogpt_rate(step) for step in range(130)}),
+        (CONFIG, 110, NANOGPT),
         (CONFIG, 110, {0: 0.6 / 11, 10: 0.6, 60: 0.33, 110: 0.06}),
-        (
-            CONFIG,
-            5,
-            {step: nanogpt_rate(step) for step in range(5)},
-        ),  # a warmup longer than the run
+        (CONFIG, 5, NANOGPT_S_WARMUP),  # a warmup longer than the run
         (FLAT, 9, {0: 0.6, 5: 0.6, 99: 0.6}),
         (dataclasses.replace(FLAT, schedule="cosine"), 4, {0: 0.6, 2: 0.33, 4: 0.06}),
-        (WSD, 10, {**dict(enumerate(UP_AND_DOWN)), 99: 0.0}),
+        (WSD, 10, {**UP_AND_DOWN, 99: 0.0}),
         (dataclasses.replace(WSD, min_learning_rate=0.2), 10, {6: 0.4, 8: 0.3, 10: 0.2, 99: 0.2}),
         # a decay that the warmup reaches into is shorter, and ends at the minimum
         (LATE, 10, {7: 0.4 * 8 / 9, 8: 0.4, 9: 0.25, 10: 0.1, 11: 0.1}),
@@ -66,20 +65,32 @@ LATE = dataclasses.replace(WSD, warmup_steps=8, min_learning_rate=0.1)
 )
 def test_a_schedule_by_hand(config, steps, expected):
     """Also as a part of a longer run, and of the same shape below another peak."""
-    at = [*expected]
-    wanted = np.array([*expected.values()])
-    found = rates(config, steps, at)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    part = dataclasses.replace(config, schedule_steps=steps)
-    assert rates(part, steps + 15, at) == found
-    higher = rates(config, steps, at, peak=10 * config.learning_rate)
-    np.testing.assert_allclose(higher, 10 * wanted, rtol=1e-5)
+    some_steps = list(expected)
+    expected_rates = np.array(list(expected.values()))
+    as_a_part = dataclasses.replace(config, schedule_steps=steps)
+    high_peak = 10 * config.learning_rate
+
+    found = rates(config, steps, some_steps)
+    found_as_a_part = rates(as_a_part, steps + 15, some_steps)
+    higher = rates(config, steps, some_steps, peak=high_peak)
+
+    np.testing.assert_allclose(found, expected_rates, rtol=1e-5)
+    assert found_as_a_part == found
+    np.testing.assert_allclose(higher, 10 * expected_rates, rtol=1e-5)
 
 
 MODERN = ModelConfig(
-    vocab_size=5, embed_dim=4, num_heads=2, num_layers=2, block_size=3, use_bias=True,
-    qkv_bias=True, tie_embeddings=False, head_bias=True, embedding_shortcut=True,
-)  # fmt: skip
+    vocab_size=5,
+    embed_dim=4,
+    num_heads=2,
+    num_layers=2,
+    block_size=3,
+    use_bias=True,
+    qkv_bias=True,
+    tie_embeddings=False,
+    head_bias=True,
+    embedding_shortcut=True,
+)
 MUON = OptimizerConfig(
     optimizer="muon",
     schedule="constant",
@@ -103,15 +114,26 @@ MUON = OptimizerConfig(
 def test_muon_moves_the_matrices_inside_the_blocks_alone(changes, tables, matrices):
     weights = randomised(weights_of(abstract_model(MODERN)))
     config = OptimizerConfig(**changes)
-    labels = jax.tree_util.tree_leaves_with_path(
-        partition(config, weights, weight_dimensions(MODERN))
-    )
+
+    labels = labels_by_name(partition(config, weights, weight_dimensions(MODERN)))
+
+    # of two blocks, two tables, the last norm, the head, and the shortcut
     assert len(labels) == 2 * 16 + 2 + 2 + 2 + 1
-    for path, label in labels:
+    for name, label in labels.items():
+        if name.startswith("blocks.") and name.endswith(".kernel"):
+            assert label == matrices, name
+        elif name.endswith(".embedding"):
+            assert label == tables, name
+        else:
+            assert label == "adamw", name
+
+
+def labels_by_name(labels):
+    found = {}
+    for path, label in jax.tree_util.tree_leaves_with_path(labels):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        of_table = tables if name.endswith(".embedding") else "adamw"
-        is_matrix = name.startswith("blocks.") and name.endswith(".kernel")
-        assert label == (matrices if is_matrix else of_table), name
+        found[name] = label
+    return found
 
 
 def orthogonalised(x):
@@ -124,8 +146,10 @@ def orthogonalised(x):
     return x
 
 
-def in_a_block(kernel):
-    return {"blocks": {"0": {"attention": {"query": {"kernel": jnp.asarray(kernel, "float32")}}}}}
+def in_a_block(kernel) -> dict[str, Any]:
+    """Weights of one matrix, where Muon looks for matrices."""
+    query = {"kernel": jnp.asarray(kernel, "float32")}
+    return {"blocks": {"0": {"attention": {"query": query}}}}
 
 
 def kernel_of(tree):
@@ -136,24 +160,35 @@ def kernel_of(tree):
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)], ids=str)
 def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
     """Nesterov's, with both means corrected for having begun at zero, as optax has it."""
-    kernel, first, second = np.random.default_rng(0).standard_normal((3, *shape))
+    random = np.random.default_rng(0)
+    kernel, first, second = random.standard_normal((3, *shape))
     mean = 0.9 * 0.1 * first + 0.1 * second
-    ahead = 0.9 * mean / (1 - 0.9**3) + 0.1 * second / (1 - 0.9**2)
-    steps = [math.sqrt(max(1, shape[1] / shape[0])) * orthogonalised(x) for x in (first, ahead)]
+    corrected_mean = mean / (1 - 0.9**3)  # Nesterov's is one step ahead
+    corrected_gradient = 0.1 * second / (1 - 0.9**2)
+    ahead = 0.9 * corrected_mean + corrected_gradient
+    rows, columns = shape
+    scale = math.sqrt(max(1, columns / rows))
     optimizer = optimizer_of(MUON, 2)
     weights = in_a_block(kernel)
     state = optimizer.init(weights)
-    for gradient, step in zip((first, second), steps, strict=True):
+
+    for gradient, momentum in ((first, first), (second, ahead)):
         updates, state = optimizer.update(in_a_block(gradient), state, weights)
+        step = scale * orthogonalised(momentum)
         expected = -0.5 * (step + 0.2 * kernel)
         np.testing.assert_allclose(kernel_of(updates), expected, rtol=1e-3, atol=1e-4)
 
-    assert np.abs(orthogonalised(ahead) - orthogonalised(second)).max() > 0.05  # it is seen
+    # that it looks ahead is seen
+    difference = orthogonalised(ahead) - orthogonalised(second)
+    assert np.abs(difference).max() > 0.05
 
 
 def updates_of(config, weights, gradients):
+    """The updates of the first step."""
     optimizer = optimizer_of(config, 2)
-    return optimizer.update(gradients, optimizer.init(weights), weights)[0]
+    state = optimizer.init(weights)
+    updates, _ = optimizer.update(gradients, state, weights)
+    return updates
 
 
 def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
@@ -162,15 +197,23 @@ def test_what_muon_leaves_is_adamw_s_and_embeddings_may_have_their_own_rate():
     gradients = randomised(abstract, 1)
     plain = dataclasses.replace(MUON, optimizer="adamw", learning_rate=0.01)
     apart = dataclasses.replace(MUON, learning_rate=0.01, embedding_learning_rate=0.03)
-    adamw = updates_of(plain, weights, gradients)
-    muon = updates_of(apart, weights, gradients)
+
+    adamw_updates = updates_of(plain, weights, gradients)
+    muon_updates = updates_of(apart, weights, gradients)
+
     labels = partition(apart, weights, weight_dimensions(MODERN))
-    for label, mine, its in zip(*map(jax.tree.leaves, (labels, muon, adamw)), strict=True):
+    for label, muon, adamw in zip(
+        jax.tree.leaves(labels),
+        jax.tree.leaves(muon_updates),
+        jax.tree.leaves(adamw_updates),
+        strict=True,
+    ):
         if label == "muon":
-            assert float(jnp.abs(mine - its).max()) > 0.1
+            assert float(jnp.abs(muon - adamw).max()) > 0.1
+        elif label == "embedding":
+            np.testing.assert_allclose(muon, 3 * adamw, rtol=1e-5)
         else:
-            times = 3 if label == "embedding" else 1
-            np.testing.assert_allclose(mine, times * its, rtol=1e-5)
+            np.testing.assert_allclose(muon, adamw, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +226,20 @@ def test_every_optimizer_is_given_clipped_gradients(changes):
     clipping = optimizer_of(dataclasses.replace(config, gradient_clip=1.0), 2)
     plain = optimizer_of(config, 2)
     clip = clip_by_global_norm(1.0)
-    kernel = np.eye(2, 3)
-    table = np.eye(3, 2)
-    weights = {**in_a_block(kernel), "token_embedding": {"embedding": jnp.asarray(table)}}
-    states = [clipping.init(weights), plain.init(weights)]
-    found = weights
-    expected = weights
+    weights = in_a_block(np.eye(2, 3))
+    weights["token_embedding"] = {"embedding": jnp.asarray(np.eye(3, 2))}
+    state = clipping.init(weights)
+    plain_state = plain.init(weights)
+    clip_state = clip.init(weights)
+    found = None
+    expected = None
+
     for size in (1000.0, 0.3):  # only the first is too long
         gradients = jax.tree.map(lambda leaf, size=size: size * leaf - 0.1, weights)
-        found, states[0] = clipping.update(gradients, states[0], weights)
-        clipped, _ = clip.update(gradients, clip.init(weights))
-        expected, states[1] = plain.update(clipped, states[1], weights)
+        found, state = clipping.update(gradients, state, weights)
+        clipped, _ = clip.update(gradients, clip_state)
+        expected, plain_state = plain.update(clipped, plain_state, weights)
+
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -202,15 +248,18 @@ def test_muon_s_rate_has_the_schedule_s_shape():
     weights = in_a_block(np.zeros((3, 5)))
     gradient = in_a_block(random.standard_normal((3, 5)))
     config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
-    optimizer = optimizer_of(dataclasses.replace(config, schedule_steps=10), 14)
+    as_a_part = dataclasses.replace(config, schedule_steps=10)
+    optimizer = optimizer_of(as_a_part, 14)
     state = optimizer.init(weights)
+
     sizes = []
     for _ in range(10):
         updates, state = optimizer.update(gradient, state, weights)
         sizes.append(np.linalg.norm(kernel_of(updates)))
-    expected = np.array(rates(config, 10, range(10))) / 0.4
 
-    np.testing.assert_allclose(np.array(sizes) / sizes[3], expected, rtol=1e-3)
+    found = np.array(sizes) / sizes[3]  # which is the peak
+    expected = np.array(rates(config, 10, range(10))) / 0.4
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_a_state_keeps_its_dtypes_and_owns_its_arrays():
@@ -218,11 +267,16 @@ def test_a_state_keeps_its_dtypes_and_owns_its_arrays():
     averaging = make_optimizer(dataclasses.replace(CONFIG, ema_decay=0.5), 3)
     weights = {"m": jnp.ones((2, 3), jnp.bfloat16), "v": jnp.ones(3)}
     state = averaging.init(weights)
+
+    after = jax.eval_shape(averaging.update, weights, state, weights)
+
+    assert dtypes_of(after) == dtypes_of((weights, state))
     for name, trained in trained_weights(weights, state).items():
         assert trained.unsafe_buffer_pointer() != weights[name].unsafe_buffer_pointer()
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (weights, state))
-    again = jax.eval_shape(averaging.update, weights, state, weights)
-    assert jax.tree.map(lambda leaf: leaf.dtype, again) == dtypes
+
+
+def dtypes_of(tree):
+    return jax.tree.map(lambda leaf: leaf.dtype, tree)
 
 
 def mine(config, steps):
@@ -234,18 +288,23 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     weights: Any = {"v": jnp.array([3.0, 4.0])}
     gradients: Any = {"v": jnp.array([6.0, 8.0])}
     updates: Any
+    unclipped: Any
     average: Any
     state: Any
     config = OptimizerConfig(make=mine, gradient_clip=5.0)
-    made = make_optimizer(config, 9)
-    state = made.init(weights)
-    assert jax.tree.structure(state) == jax.tree.structure(mine(config, 9).init(weights))
-    updates, _ = made.update(gradients, state, weights)
-    np.testing.assert_allclose(updates["v"], [-1.5, -2.0], rtol=1e-5)
-    whole = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
-    unclipped: Any = whole.update(gradients, state, weights)[0]
-    np.testing.assert_array_equal(unclipped["v"], [-3.0, -4.0])
+    clipping = make_optimizer(config, 9)
+    plain = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
     averaging = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
+
+    state = clipping.init(weights)
+    updates, _ = clipping.update(gradients, state, weights)
+    unclipped, _ = plain.update(gradients, state, weights)
+    custom_state = mine(config, 9).init(weights)
+    assert jax.tree.structure(state) == jax.tree.structure(custom_state)
+    # a gradient whose norm is 10 is halved, and the rate is a half
+    np.testing.assert_allclose(updates["v"], [-1.5, -2.0], rtol=1e-5)
+    np.testing.assert_array_equal(unclipped["v"], [-3.0, -4.0])
+
     state = averaging.init(weights)
     average = weights
     for _ in range(2):
@@ -273,29 +332,24 @@ OTHERS: dict[str, Dimensions] = {
 
 
 def test_embeddings_are_known_by_their_dimensions_not_by_an_attribute_s_name():
-    names = TABLES | OTHERS
-
-    def tree(stacked):
-        nested: dict = {"blocks": {}}
-        for path, dimensions in names.items():
-            leaf = jnp.zeros((2,) * len(dimensions))
-            if path.startswith("blocks."):
-                part = path.rpartition(".")[2]
-                block = nested["blocks"].setdefault("stacked" if stacked else 0, {})
-                block[part] = leaf[None] if stacked else leaf
-            else:
-                nested[path] = leaf
-        return nested
-
+    dimensions = TABLES | OTHERS
+    weights: dict = {"blocks": {0: {}}}
+    stacked_weights: dict = {"blocks": {"stacked": {}}}
+    for path, names in dimensions.items():
+        leaf = jnp.zeros([2] * len(names))
+        in_a_block, _, part = path.rpartition(".")
+        if in_a_block:
+            weights["blocks"][0][part] = leaf
+            stacked_weights["blocks"]["stacked"][part] = leaf[None]
+        else:
+            weights[path] = leaf
+            stacked_weights[path] = leaf
     config = OptimizerConfig(embedding_learning_rate=0.1, optimizer="muon")
-    for stacked in (False, True):
-        labels = partition(config, tree(stacked), names)
-        found = {
-            jax.tree_util.keystr(path, simple=True, separator=".").replace("stacked", "0")
-            for path, label in jax.tree_util.tree_leaves_with_path(labels)
-            if label == "embedding"
-        }
-        assert found == {*TABLES}
+
+    for tree in (weights, stacked_weights):
+        labels = labels_by_name(partition(config, tree, dimensions))
+        found = {name.replace("stacked", "0") for name in labels if labels[name] == "embedding"}
+        assert found == set(TABLES)
 
     with pytest.raises(ValueError, match="needs the dimension names of the weights"):
-        partition(config, tree(False))
+        partition(config, weights)
