@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 from unittest import mock
 
-from jgpt.cli import main
+from jgpt.cli import main, terminal
 
 if sys.platform != "win32":
     import fcntl
@@ -145,6 +145,8 @@ def _exit_code(
     with (
         mock.patch.multiple(sys, stdin=given, stdout=stdout, stderr=stderr, __stdout__=stdout),
         mock.patch.dict(os.environ, environment),
+        # conftest freezes what is imported, and to count that takes a tenth of a second
+        mock.patch.object(terminal, "gc", mock.Mock()),
         contextlib.chdir(cwd or Path()),
     ):
         try:

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import sys
+import types
 from pathlib import Path
 
 from tests.flags import FASTER_TO_COMPILE, known_flags
@@ -31,7 +32,12 @@ import hypothesis
 import jax
 import pytest
 
-LARGE_WORKER = 1_400_000_000  # bytes: two of them leave room on a laptop of 8 GB
+GROWTH = 700_000_000
+"""The bytes by which a worker may grow before it lets go of its programs.
+
+Its imports alone, PyTorch among them, come to 1.4 GB: a limit of the whole once let go of all
+programs after each of 300 tests, which then compiled theirs again. Two workers stay below 5 GB.
+"""
 
 LONGEST = (
     "test_notebooks",
@@ -85,14 +91,27 @@ def programs_of_one_module():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def settled() -> types.SimpleNamespace:
+    """What a worker holds after it has last let go of its programs."""
+    return types.SimpleNamespace(bytes=resident_bytes())
+
+
 @pytest.fixture(autouse=True)
-def programs_of_few_tests():
+def programs_of_few_tests(settled):
     """And also within a module that compiles a great many."""
     yield
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if pages * os.sysconf("SC_PAGE_SIZE") > LARGE_WORKER:
-            release_programs()
+    if resident_bytes() > settled.bytes + GROWTH:
+        release_programs()
+        settled.bytes = resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process, or 0 where Linux doesn't say it."""
+    if sys.platform != "linux":
+        return 0
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_programs() -> None:

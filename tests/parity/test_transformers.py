@@ -244,7 +244,9 @@ OTHER_SPELLINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "other"), OTHER_SPELLINGS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "fields", "other"), only(OTHER_SPELLINGS[::4].__contains__, OTHER_SPELLINGS), ids=str
+)
 def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")

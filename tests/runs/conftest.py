@@ -4,6 +4,7 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
+from jgpt.fitting import fit as fitting
 from jgpt.fitting import loop
 from tests.browser import browser
 
@@ -17,6 +18,21 @@ def a_slow_machine_saves_and_stops_where_a_fast_one_does():
         patch.setattr(loop, "SECONDS_BETWEEN_SAVES", LONG)
         patch.setattr(loop, "SECONDS_PER_CALL", LONG)
         yield
+
+
+@pytest.fixture
+def whole_fit() -> None:
+    """For tests of what `fit` does beside the training: that it draws and gives memory back."""
+
+
+@pytest.fixture(autouse=True)
+def fits_that_only_train(request, monkeypatch):
+    """To draw the losses takes as long as a run of a test; to collect garbage a fifth of it."""
+    if "whole_fit" in request.fixturenames:
+        return
+    monkeypatch.setattr(fitting, "draw_losses", lambda *_: None)
+    for module in (fitting, loop):
+        monkeypatch.setattr(module, "release_memory", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,7 @@ def die() -> None:
     raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_calls")
 def test_a_process_that_dies_at_any_moment_of_an_evaluation_loses_nothing(
     quick, whole, tmp_path, monkeypatch

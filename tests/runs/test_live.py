@@ -440,6 +440,7 @@ def test_strangers_get_one_line(served):
     assert ask(served)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_at_once_harm_nobody(run, monkeypatch):
     monkeypatch.setattr(live, "SECONDS", 0.5)
     with at_work(run) as address:
@@ -546,6 +547,7 @@ def test_beside_training_the_programs_are_loaded_once_the_address_is_said(run, m
     assert shown == ["last"]  # while a run is trained, not the best checkpoint so far
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path):
     process, address = training
@@ -571,6 +573,7 @@ def test_training_waits_for_no_reader_and_ends_with_its_page(training, tmp_path)
         each.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_the_page_ends_however_training_does(training):
     process, address = training
@@ -580,6 +583,7 @@ def test_the_page_ends_however_training_does(training):
     assert gone(address)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_ended(trained, number):
@@ -709,6 +713,7 @@ def test_two_checkpoints_are_put_side_by_side(page, served, look, other, width, 
     assert page.errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_page_grows_with_the_run(page, run, tmp_path):
     """Begun without a checkpoint; then one comes, another, and the run is deleted."""
@@ -738,6 +743,7 @@ def test_a_page_grows_with_the_run(page, run, tmp_path):
         assert page.errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_an_open_page_forgets_a_run_that_is_overwritten(page, run, look, tmp_path):
     """Step 0 of the new run has other weights than step 0 of the old one."""

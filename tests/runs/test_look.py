@@ -200,6 +200,7 @@ def test_the_product_of_query_and_key_gives_the_weight(tmp_path):
     np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_largest_page_has_six_megabytes(tmp_path):
     config = config_of("nanogpt", block_size=200, num_layers=12, num_heads=12, embed_dim=24)
     model = loud(abstract_model(config), size=0.1)  # no weight is 0 or 1, which take less room
@@ -462,6 +463,7 @@ def test_a_single_token_can_be_looked_at(page, tmp_path):
     assert "nothing comes before it" in page.run("$('picked').textContent")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_256_tokens_are_drawn_within_frames(page, tmp_path):
     """The least of thirty times, which what else the machine does hardly changes."""

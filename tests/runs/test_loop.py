@@ -377,6 +377,7 @@ def test_a_perplexity_that_no_float_holds_is_infinite():
     assert _perplexity(710.0) == math.inf
 
 
+@pytest.mark.usefixtures("whole_fit")
 @pytest.mark.parametrize("wrong", ["usetex", "font"])
 def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, tmp_path, monkeypatch, wrong):
     def savefig(*_, **__):
@@ -590,6 +591,8 @@ def buffers_alive() -> dict[int, int]:
     return {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_fit")
 def test_no_stage_of_training_holds_a_second_state(small_run, tmp_path, monkeypatch):
     model = {"embed_dim": 48, "num_heads": 3}
     config = with_changes(small_run, model=model, out=str(tmp_path / "run"), steps=6)

@@ -363,6 +363,7 @@ def test_code_that_takes_other_arguments_is_refused():
             with_code(TrainConfig(), optimizer=make)
 
 
+@pytest.mark.slow
 def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp_path):
     folder = tmp_path / "place"
     folder.mkdir()

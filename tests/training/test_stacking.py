@@ -68,7 +68,7 @@ def furthest(one: Any, other: Any) -> float:
     ("name", "mesh"),
     [
         ("modern", None),
-        ("lecture", ALL),  # with dropout
+        pytest.param("lecture", ALL, marks=pytest.mark.slow),  # with dropout
         pytest.param("modern", ALL, marks=pytest.mark.slow),
         pytest.param("accumulated", "fsdp=8", marks=pytest.mark.slow),
     ],
