@@ -100,7 +100,7 @@ def interrupt_often(arguments: list[str], count: int, seed: int = 0) -> list[Out
 def commands(run: Path) -> dict[str, list[str]]:
     """Commands that take a while, by name."""
     return {
-        "sample": ["sample", str(run), "--max-new-tokens", "3000", "--num-samples", "64"],
+        "sample": ["sample", str(run), "--max-new-tokens", "1000", "--num-samples", "64"],
         "eval": ["eval", str(run)],
         "info": ["info", "tiny"],
         "attention": ["attention", str(run), "--prompt", PROMPT, "--out", f"{run}.png"],

@@ -215,5 +215,5 @@ def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize("name", ["sample", "attention"])
 def test_an_interruption_at_any_time_ends_a_command(trained, name):
-    found = interrupt_often(commands(trained.directory)[name], count=12)
+    found = interrupt_often(commands(trained.directory)[name], count=8)
     assert [outcome for outcome in found if outcome.kind != "ended"] == []
