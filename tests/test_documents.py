@@ -4,6 +4,7 @@ A block that starts with `$` shows a command and the output, in which `...` stan
 one that starts with `jgpt:` is a message.
 """
 
+import ast
 import contextlib
 import doctest
 import functools
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -421,35 +423,79 @@ def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
         assert f'"{line}"' in script or f"'{line}'" in script
 
 
-def names_imported_from_modules() -> set[str]:
-    """What pages and lessons import from modules of the package, such as data.batches.batches."""
+def names_in_modules(code: str) -> set[str]:
+    """What code takes from modules of the package, such as data.batches.batches."""
+    names = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(code))):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("jgpt."):
+            for imported in node.names:
+                names.add(f"{node.module}.{imported.name}")
+        elif isinstance(node, ast.Import):
+            names.update(imported.name for imported in node.names)
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    inside = set()
+    for name in names:
+        first, _, rest = name.partition(".")
+        # Attributes of public names, such as jgpt.CharTokenizer.from_text, are in no module.
+        is_plain = re.fullmatch(r"[\w.]+", rest)  # no call such as jgpt.GPT(config).blocks
+        if first == "jgpt" and is_plain and "." in rest and rest.split(".")[0] not in jgpt.__all__:
+            inside.add(rest)
+    # `jgpt.shapes.calls.TypedCall` is one name, though it has `jgpt.shapes.calls` in it.
+    return {name for name in inside if not any(other.startswith(f"{name}.") for other in inside)}
+
+
+def names_that_documents_use() -> set[str]:
+    """What pages and lessons take from modules of the package, in their code and in their prose."""
+    texts = [page.read_text() for page in PAGES]
     sources = [block.code for _, block in ALL if block.language == "python"]
     for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in json.loads(lesson.read_text())["cells"]:
+            source = "".join(cell["source"])
             if cell["cell_type"] == "code":
-                sources.append("".join(cell["source"]))
+                sources.append(source)
+            else:
+                texts.append(source)
+                # solutions and answers, which are folded
+                sources += re.findall(r"^```python\n(.*?)^```", source, re.DOTALL | re.MULTILINE)
     names = set()
-    for module, imported in re.findall(
-        r"^\s*from jgpt\.([\w.]+) import \(?([\w, \n]+)\)?$", "\n".join(sources), re.MULTILINE
-    ):
-        for name in imported.replace("\n", " ").split(","):
-            if name.strip():
-                names.add(f"{module}.{name.strip()}")
+    for source in sources:
+        names |= names_in_modules(source)
+    for text in texts:
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        for quoted in re.findall(r"`jgpt\.([a-z]\w*(?:\.\w+)+)[^`]*`", prose):
+            if quoted.split(".")[0] not in jgpt.__all__:
+                names.add(quoted)
     return names
 
 
-def test_what_a_page_or_a_lesson_imports_is_on_the_api_page():
-    reference = (ROOT / "docs" / "api.md").read_text()
-    names = names_imported_from_modules()
-    missing = []
-    for name in sorted(names):
-        is_public = name.rpartition(".")[2] in jgpt.__all__
-        if not is_public and f"`{name}`" not in reference and f"[{name}]" not in reference:
-            missing.append(name)
+def is_on_the_api_page(name: str, reference: str) -> bool:
+    if name.rpartition(".")[2] in jgpt.__all__:
+        return False  # such a name is taken from jgpt
+    while name:
+        if f"`{name}`" in reference or f"[{name}]" in reference or f":: jgpt.{name}\n" in reference:
+            return True
+        name = name.rpartition(".")[0]  # all names of a listed module are public
+    return False
 
-    assert missing == []
+
+def test_what_a_page_or_a_lesson_uses_is_public():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    names = names_that_documents_use()
+    private = [name for name in sorted(names) if not is_on_the_api_page(name, reference)]
+
+    assert private == []
     assert "data.batches.batches" in names  # the control
     assert len(jgpt.__all__) <= 45
+
+
+def test_a_name_inside_a_module_is_found_however_it_is_taken():
+    assert names_in_modules("from jgpt.nn.heads import (\n    Head as H,\n)") == {"nn.heads.Head"}
+    assert names_in_modules("    from jgpt.nn import heads") == {"nn.heads"}
+    assert names_in_modules("import jgpt.nn.heads as heads") == {"nn.heads"}
+    assert names_in_modules("x = jgpt.nn.heads.Head(3).query") == {"nn.heads.Head"}
+    assert names_in_modules("import jgpt\njgpt.GPT.hidden(flax.nnx.Rngs(0))") == set()
+    assert not is_on_the_api_page("nn.heads.Head", "`nn.heads.Head`")  # jgpt.Head
 
 
 def test_a_public_name_that_went_says_its_successor():
