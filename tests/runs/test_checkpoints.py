@@ -27,6 +27,7 @@ from jgpt.runs.load import save
 from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
+from tests.models import weights_of
 from tests.runs import faults
 from tests.runs.harness import contents
 
@@ -43,14 +44,30 @@ def numbered(initial, step) -> TrainState:
 
 
 def bits(tree):
-    return [(np.asarray(leaf).tobytes(), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        data = np.asarray(leaf).tobytes()
+        found.append((data, leaf.dtype))
+    return found
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @pytest.fixture(scope="module")
 def four_saves(tmp_path_factory, small_run, initial) -> Path:
     """A run whose losses were best at step 2 of 4."""
-    tokenizer = CharTokenizer("".join(map(chr, range(32, 97))))
-    run = RunDirectory.create(tmp_path_factory.mktemp("saved") / "run", small_run, tokenizer)
+    characters = "".join(chr(code) for code in range(32, 97))
+    path = tmp_path_factory.mktemp("saved") / "run"
+    run = RunDirectory.create(path, small_run, CharTokenizer(characters))
     with Checkpoints(run) as checkpoints:
         for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 1.5)):
             checkpoints.save(numbered(initial, step), loss)
@@ -74,29 +91,36 @@ def saved(four_saves, tmp_path) -> RunDirectory:
 def test_the_config_says_how_many_are_kept(tmp_path, small_run, initial, policy, kept):
     config = dataclasses.replace(small_run, **policy)
     run = RunDirectory.create(tmp_path / "run", config, CharTokenizer("ab"))
+    # one that was stopped before its evaluation is never the best
+    losses = (9.0, 1.0, 7.0, 2.0, 3.0, None, 8.0)
+
     with Checkpoints(run) as checkpoints:
-        # one that was stopped before its evaluation is never the best
-        for step, loss in enumerate((9.0, 1.0, 7.0, 2.0, 3.0, None, 8.0), start=1):
+        for step, loss in enumerate(losses, start=1):
             checkpoints.save(numbered(initial, step), loss)
         checkpoints.wait()
-        assert {*checkpoints.steps()} == kept
+        steps = checkpoints.steps()
+
+    assert set(steps) == kept
 
 
 def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     saved, initial, monkeypatch
 ):
-    before = {path.name for path in (saved.path / "checkpoints").iterdir()}
+    folder = saved.path / "checkpoints"
+    before = names_in(folder)
     monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
     checkpoints = Checkpoints(saved)
+
     checkpoints.save(numbered(initial, 5), 0.5)
     with pytest.raises(OSError, match=failed):
         checkpoints.wait()
-    assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+    assert names_in(folder) == before
+
     checkpoints.save(numbered(initial, 5), 0.5)
     with pytest.raises(OSError, match=failed):
         checkpoints.__exit__(None)
-    assert {path.name for path in (saved.path / "checkpoints").iterdir()} == before
+    assert names_in(folder) == before
 
 
 def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, monkeypatch):
@@ -109,12 +133,14 @@ def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, m
 
     monkeypatch.setattr(ocp, "AsyncCheckpointer", FailsAgain)
     monkeypatch.setattr(Manifest, "write", faults.write_on_a_full_disk)
-    filters = [*logging.getLogger("absl").filters]
+    absl = logging.getLogger("absl")
+    filters = list(absl.filters)
     failed = "the checkpoint of step 5 could not be written .*the last good checkpoint is step 4"
+
     with pytest.raises(OSError, match=failed), Checkpoints(saved) as checkpoints:
         checkpoints.save(numbered(initial, 5), 0.5)
 
-    assert logging.getLogger("absl").filters == filters
+    assert absl.filters == filters
 
 
 @pytest.mark.parametrize(("waited_for", "is_waited"), [(1, True), (1 << 40, False)])
@@ -124,9 +150,11 @@ def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
     monkeypatch.setattr("jgpt.runs.checkpoints.WAITED_FOR", waited_for)
     may_finish = threading.Event()
     sync_below = checkpoints_module.sync_below
+    # nobody sets the event while a save is waited for
+    longest_wait = 0.3 if is_waited else 10
 
     def slow_sync(path):
-        may_finish.wait(0.3 if is_waited else 10)
+        may_finish.wait(longest_wait)
         sync_below(path)
 
     monkeypatch.setattr("jgpt.runs.checkpoints.sync_below", slow_sync)
@@ -141,31 +169,39 @@ def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
 
 def test_a_run_is_loaded_to_the_device_that_new_arrays_go_to(saved, small_run):
     device = jax.devices()[3]
+
     with jax.default_device(device):
         model, _, _ = load(saved.path)
         with Checkpoints(saved, read_only=True) as checkpoints:
             state = checkpoints.restore(small_run)
-    leaves = jax.tree.leaves([nnx.state(model), state])
 
+    leaves = jax.tree.leaves([nnx.state(model), state])
     assert len(leaves) > 10
-    assert {found for leaf in leaves for found in leaf.devices()} == {device}
+    for leaf in leaves:
+        assert leaf.devices() == {device}
 
 
 def test_loading_traces_the_model_once(saved):
     models._traced.cache_clear()
+
     load(saved.path)
-    assert models._traced.cache_info().misses == 1
+
+    traces = models._traced.cache_info().misses
+    assert traces == 1
 
 
 def test_a_run_is_loaded_in_shards(trained):
-    def kernel_of(model: Any) -> jax.Array:
+    def load_kernel() -> jax.Array:
+        model: Any
+        model, _, _ = load(trained.directory)
         return model.blocks[0].feed_forward.expansion.kernel[...]
 
-    alone = kernel_of(load(trained.directory)[0])
+    alone = load_kernel()
     with jax.set_mesh(make_mesh("fsdp=4,tensor=2")):
-        kernel = kernel_of(load(trained.directory)[0])
+        kernel = load_kernel()
 
-    assert kernel.addressable_shards[0].data.shape == (12 // 4, 48 // 2)
+    first_shard = kernel.addressable_shards[0]
+    assert first_shard.data.shape == (12 // 4, 48 // 2)
     np.testing.assert_array_equal(kernel, alone)
 
 
@@ -189,14 +225,17 @@ def test_orbax_is_opened_when_it_is_needed_once_and_closed(saved, small_run, ini
         for step in (5, 6):
             checkpoints.save(numbered(initial, step), 1.2)
         checkpoints.restore_weights(small_run, "last")
-        assert (len(made), closed) == (1, [])
+        assert len(made) == 1
+        assert closed == []
 
     assert closed == made
 
 
 def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(saved, initial, caplog):
     absl = logging.getLogger("absl")
-    before = (absl.level, list(absl.filters))
+    level = absl.level
+    filters = list(absl.filters)
+
     with Checkpoints(saved) as checkpoints:
         checkpoints.save(numbered(initial, 5), 1.2)
         checkpoints.wait()
@@ -204,122 +243,162 @@ def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(saved, initial, caplo
         absl.warning("of another library")
 
     assert caplog.messages == ["of another library"]
-    assert (absl.level, list(absl.filters)) == before
+    assert absl.level == level
+    assert absl.filters == filters
 
 
 def test_a_run_is_loaded_wherever_it_lies_and_is_not_touched(saved, small_run, initial, tmp_path):
     moved = tmp_path / "elsewhere" / "moved"
     shutil.move(saved.path, moved)
     before = contents(moved)
-    kept = {path.name for path in (moved / "checkpoints").iterdir()}
-    assert kept == {"2", "3", "4"}  # the best and the last two
+    assert names_in(moved / "checkpoints") == {"2", "3", "4"}  # the best and the last two
+
     best, tokenizer, config = load(str(moved))
     last, _, _ = load(moved, which="last")
+
     assert bits(nnx.state(best)) == bits(numbered(initial, 2).weights)
     assert bits(nnx.state(last)) == bits(numbered(initial, 4).weights)
     assert tokenizer.decode(tokenizer.encode("HELLO")) == "HELLO"
     assert config == small_run
-    assert json.loads((moved / "config.json").read_text())["seed"] == small_run.seed
+    written = json.loads((moved / "config.json").read_text())
+    assert written["seed"] == small_run.seed
     assert contents(moved) == before
 
 
 def test_a_run_or_checkpoint_that_is_not_there_is_named(saved, tmp_path):
+    folder = saved.path / "checkpoints"
+
     with pytest.raises(FileNotFoundError, match="nowhere is not a run directory"):
         load(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"is not a run directory: it has no config\.json"):
         load(tmp_path)
-    for path in (saved.path / "checkpoints").iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    for path in folder.iterdir():
+        remove(path)
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         load(saved.path)
-    (saved.path / "checkpoints").rmdir()
+
+    folder.rmdir()
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         load(saved.path)
-    assert not (saved.path / "checkpoints").exists()
+    assert not folder.exists()  # to load makes none
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
 def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial, tmp_path, fault):
     """Whatever is done to whatever file of the best checkpoint."""
     folder = saved.path / "checkpoints" / "2"
-    victims = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    victims = []
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            victims.append(path)
     assert len(victims) > 40
 
     for victim in victims:
+        name = f"2/{victim.relative_to(folder)}"
         with faults.undone(victim):
             fault.apply(victim, tmp_path)
-            with pytest.raises(ValueError, match=re.escape(f"2/{victim.relative_to(folder)}")):
+            with pytest.raises(ValueError, match=re.escape(name)):
                 verify(folder)
 
     advice = f"checkpoint 4 is intact: use which=4, or delete {folder} to resume from the others"
-    with faults.undone(victims[-1]):
-        fault.apply(victims[-1], tmp_path)
+    last_victim = victims[-1]
+    with faults.undone(last_victim):
+        fault.apply(last_victim, tmp_path)
         with pytest.raises(ValueError, match=re.escape(advice)):
             load(saved.path)
-    assert bits(nnx.state(load(saved.path)[0])) == bits(numbered(initial, 2).weights)
+
+    undamaged, _, _ = load(saved.path)
+    assert bits(nnx.state(undamaged)) == bits(numbered(initial, 2).weights)
 
 
 def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_path):
     """Tuples are lists in JSON: the config's, and the manifest's."""
-    its = ModelConfig(
-        vocab_size=3, num_layers=1, num_heads=2, embed_dim=12, ngram_sizes=(2, 3), ngram_rows=5
+    path = tmp_path / "run"
+    model_config = ModelConfig(
+        vocab_size=3,
+        num_layers=1,
+        num_heads=2,
+        embed_dim=12,
+        ngram_sizes=(2, 3),
+        ngram_rows=5,
     )
-    config = dataclasses.replace(small_run, model=its)
-    model = create_model(its, rngs=nnx.Rngs(0))
-    save(model, tmp_path / "run", tokenizer=CharTokenizer("abc"), config=config)
-    loaded, _, found = load(tmp_path / "run", which="last")
-    assert found == dataclasses.replace(config, name="run", out=str(tmp_path / "run"))
+    config = dataclasses.replace(small_run, model=model_config)
+    model = create_model(model_config, rngs=nnx.Rngs(0))
+
+    save(model, path, tokenizer=CharTokenizer("abc"), config=config)
+    loaded, _, found = load(path, which="last")
+
+    assert found == dataclasses.replace(config, name="run", out=str(path))
     assert bits(nnx.state(loaded)) == bits(nnx.state(model))
-    table = nnx.to_pure_dict(nnx.state(loaded))["ngram_embedding"]["table"]["embedding"]
+    table = weights_of(loaded)["ngram_embedding"]["table"]["embedding"]
     assert table.shape == (2 * 5, 12)
 
-    other = dataclasses.replace(config, model=dataclasses.replace(its, ngram_sizes=(2, 4)))
-    RunDirectory(tmp_path / "run").write_config(other)
+    other_model = dataclasses.replace(model_config, ngram_sizes=(2, 4))
+    other = dataclasses.replace(config, model=other_model)
+    RunDirectory(path).write_config(other)
     complaint = "was saved with ngram_sizes=[2, 3], the config has ngram_sizes=[2, 4]"
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        load(tmp_path / "run")
+        load(path)
 
 
 def test_only_directories_are_checkpoints(saved):
+    folder = saved.path / "checkpoints"
     steps = saved.checkpoint_steps()
     assert steps
-    (saved.path / "checkpoints" / "9999").write_text("a file")
-    (saved.path / "checkpoints" / f"{steps[-1]} (copy)").mkdir()
+
+    (folder / "9999").write_text("a file")
+    (folder / f"{steps[-1]} (copy)").mkdir()
+
     assert saved.checkpoint_steps() == steps
 
 
 def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append("metrics.jsonl", [{"step": 1}])
     (saved.path / "samples.txt").write_text("text")
-    ours = ["profile/plugins/profile/1/trace", "tensorboard/events.out.tfevents.1"]
-    ours += ["checkpoints/saving-5/half", "checkpoints/deleting-1/half"]
-    foreign = ["notes.txt", "profile/mine", "tensorboard/mine", "wandb/run-1/theirs"]
-    foreign += ["checkpoints/deleting-soon", "checkpoints/mine"]
-    for name in ours + foreign:
-        (saved.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (saved.path / name).write_text("text")
+    ours = [
+        "profile/plugins/profile/1/trace",
+        "tensorboard/events.out.tfevents.1",
+        "checkpoints/saving-5/half",
+        "checkpoints/deleting-1/half",
+    ]
+    foreign = {
+        "notes.txt",
+        "profile/mine",
+        "tensorboard/mine",
+        "wandb/run-1/theirs",
+        "checkpoints/deleting-soon",
+        "checkpoints/mine",
+    }
+    for name in (*ours, *foreign):
+        path = saved.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
 
-    def left():
-        files = (path for path in saved.path.rglob("*") if path.is_file())
-        return sorted(path.relative_to(saved.path).as_posix() for path in files)
+    def files_left() -> set[str]:
+        files = [path for path in saved.path.rglob("*") if path.is_file()]
+        return {path.relative_to(saved.path).as_posix() for path in files}
 
     saved.clear(saved.tracker_files())
-    assert left() == sorted(["config.json", "tokenizer.json", *foreign])
+    assert files_left() == {"config.json", "tokenizer.json"} | foreign
+
     (saved.path / "wandb.id").write_text("abc")  # so wandb was started for this run
     (saved.path / "wandb" / "mine").write_text("text")
     saved.clear(saved.tracker_files())
     foreign.remove("wandb/run-1/theirs")
-    assert left() == sorted(["config.json", "tokenizer.json", "wandb/mine", *foreign])
+    assert files_left() == {"config.json", "tokenizer.json", "wandb/mine"} | foreign
 
 
 def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved):
     config = dataclasses.replace(saved.config(), out=str(saved.path))
-    assert choose_target(config, resume=False, overwrite=True).path == saved.path
+    target = choose_target(config, resume=False, overwrite=True)
+    assert target.path == saved.path
+
     (saved.path / "checkpoints" / "9").mkdir()
-    with pytest.raises(
-        ValueError, match=r"9/manifest\.json is missing: delete .*/9 if it is a run"
-    ):
+    message = r"9/manifest\.json is missing: delete .*/9 if it is a run"
+    with pytest.raises(ValueError, match=message):
         choose_target(config, resume=False, overwrite=True)
+
     (saved.path / "samples.txt").mkdir()
     with pytest.raises(ValueError, match=r"samples\.txt is a folder, but must be a file"):
         choose_target(config, resume=True, overwrite=False)
@@ -333,7 +412,8 @@ def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_
     """The run trains on between the look at the directory and the look at a file."""
     one_each = dataclasses.replace(small_run, keep_best=1, keep_last=1)
     saved.write_config(one_each)
-    place = "verify" if moment == "listed" else "_require_plausible"
+    # the function that is called after that moment
+    place = {"listed": "verify", "verified": "_require_plausible"}[moment]
     read = getattr(checkpoints_module, place)
 
     def read_late(directory, *arguments):
@@ -386,36 +466,52 @@ HARMLESS = {"steps": 9, "eval_interval": 3, "steps_per_call": 2, "sample_tokens"
 )
 def test_what_a_run_goes_on_with(part, changes, refused, of_the_state, imported):
     """An imported run, with what its state was made with: arrays that it has, or lacks."""
-    changed = {part: dataclasses.replace(getattr(BEGUN, part), **changes)} if part else changes
-    given = dataclasses.replace(BEGUN, **changed)
-    name = next(iter(changes))
-    if of_the_state if imported else refused:
-        full = f"{part}.{name}" if part else name
-        with pytest.raises(ValueError, match=f"run to resume: {full} is .* in the run, .* in the"):
-            require_same_run(BEGUN, given, [0] if imported else [0, 1])
+    field = next(iter(changes))
+    if part:
+        changed_part = dataclasses.replace(getattr(BEGUN, part), **changes)
+        config = dataclasses.replace(BEGUN, **{part: changed_part})
+        field = f"{part}.{field}"
     else:
-        require_same_run(BEGUN, given, [0] if imported else [0, 1])
+        config = dataclasses.replace(BEGUN, **changes)
+    if imported:
+        steps = [0]
+        is_refused = of_the_state
+    else:
+        steps = [0, 1]
+        is_refused = refused
+
+    if not is_refused:
+        require_same_run(BEGUN, config, steps)
+        return
+    message = f"run to resume: {field} is .* in the run, .* in the"
+    with pytest.raises(ValueError, match=message):
+        require_same_run(BEGUN, config, steps)
 
 
 def test_all_that_differs_is_named_and_a_rate_may_not_come_where_none_was():
-    other = dataclasses.replace(BEGUN, seed=8, model=dataclasses.replace(MODEL, embed_dim=256))
+    wider_model = dataclasses.replace(MODEL, embed_dim=256)
+    other = dataclasses.replace(BEGUN, seed=8, model=wider_model)
+    with_rate = dataclasses.replace(OPTIMIZER, embedding_learning_rate=1e-5)
+
     with pytest.raises(ValueError, match=r"model\.embed_dim is 128 in .*, 256 in .*; seed is"):
         require_same_run(BEGUN, other)
-    rate = dataclasses.replace(OPTIMIZER, embedding_learning_rate=1e-5)
     with pytest.raises(ValueError, match=r"optimizer\.embedding_learning_rate is None in the run"):
-        require_same_run(TrainConfig(optimizer=OPTIMIZER), TrainConfig(optimizer=rate))
+        require_same_run(TrainConfig(optimizer=OPTIMIZER), TrainConfig(optimizer=with_rate))
 
 
 def test_a_run_is_stored_under_an_odd_name(initial, small_run, tmp_path):
     name = " a%20b?c#d:e\n$HOME ~ *[f]{g}'\"|&; e\u0301 \u00e9 "
+    state = numbered(initial, 1)
     run = RunDirectory.create(tmp_path / name / "run", small_run, CharTokenizer("abc"))
+
     with Checkpoints(run) as checkpoints:
-        checkpoints.save(numbered(initial, 1), 1.0)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+        checkpoints.save(state, 1.0)
+    assert names_in(tmp_path) == {name}
     verify(run.path / "checkpoints" / "1")
+
     with Checkpoints(run, read_only=True) as checkpoints:
         restored = checkpoints.restore(small_run)
-    assert bits(restored) == bits(numbered(initial, 1))
+    assert bits(restored) == bits(state)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="paths of POSIX")
@@ -454,15 +550,17 @@ def test_a_save_counts_when_each_array_has_its_files(initial, small_run, tmp_pat
     def losing(pattern):
         def require_after_a_loss(directory, count):
             for path in sorted(directory.glob(pattern))[:1]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
             require(directory, count)
 
         return require_after_a_loss
 
-    lost = {"final_norm.scale": "arrays are in", "final_norm.scale/0": "has 0 of 1 files"}
-    for pattern, said in lost.items():
+    for pattern, said in (
+        ("final_norm.scale", "arrays are in"),
+        ("final_norm.scale/0", "has 0 of 1 files"),
+    ):
         monkeypatch.setattr(checkpoints_module, "_require_arrays", losing(pattern))
-        failed = pytest.raises(OSError, match=f"step 1 could not be written.*{said}")
-        with failed, Checkpoints(run) as checkpoints:
+        message = f"step 1 could not be written.*{said}"
+        with pytest.raises(OSError, match=message), Checkpoints(run) as checkpoints:
             checkpoints.save(numbered(initial, 1), 1.0)
         assert list((run.path / "checkpoints").iterdir()) == []
