@@ -172,7 +172,7 @@ def weight_dimensions(config: ModelConfig) -> dict[str, Dimensions]:
     return {path: dimensions_of(parameter) for path, parameter in parameters.items()}
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _traced(config: ModelConfig, *_context: object) -> tuple[nnx.GraphDef, nnx.State]:
     """Return a cached abstract model, since tracing it takes a tenth of a second.
 

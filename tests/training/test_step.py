@@ -16,6 +16,7 @@ from jgpt.nn.models import abstract_model, create_model
 from jgpt.training.placement import bytes_of
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_eval_step, make_train_steps
+from tests.quick import only
 
 TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
@@ -84,7 +85,7 @@ def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial)
         assert leaf.is_deleted()
 
 
-@pytest.mark.parametrize(("parts", "ema_decay"), [(1, 0.0), (5, 0.0), (5, 0.5)])
+@pytest.mark.parametrize(("parts", "ema_decay"), only([(5, 0.5)], [(1, 0.0), (5, 0.0), (5, 0.5)]))
 def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_decay):
     """The same window at each step, at a learning rate that moves nothing.
 
