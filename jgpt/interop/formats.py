@@ -162,7 +162,8 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
             f"know may change what the model computes (unknown: {', '.join(unknown)})"
         )
     # jgpt has no field for these; another value would compute something else.
-    for name in format.defaults.keys() - pairs.keys():
+    # Sorted, since the order of a set of texts differs from process to process.
+    for name in sorted(format.defaults.keys() - pairs.keys()):
         _require_supported(name, values[name], format.defaults[name])
     fields = dict(format.implied)
     for theirs, ours in format.fields:

@@ -364,6 +364,31 @@ def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_p
     assert "--batch-size is 8 in the run, 4 in the config" in said
 
 
+def test_a_file_is_checked_before_pytorch_opens_it(tmp_path):
+    """With pickles written by hand, since PyTorch may be missing."""
+    harmless = b"}."  # an empty dictionary
+    bomb = b"c__builtin__\nbytearray\n(I10000000000000\ntR."  # bytearray(10**13)
+
+    def check(data, compression=None):
+        path = tmp_path / "ckpt.pt"
+        if compression is None:  # before PyTorch 1.6, files were bare pickles
+            path.write_bytes(data)
+        else:
+            with zipfile.ZipFile(path, "w", compression) as archive:
+                archive.writestr("ckpt/data.pkl", data)
+        with path.open("rb") as file:
+            nanogpt._require_stored(file)
+            assert file.tell() == 0  # PyTorch reads it from the beginning
+
+    check(harmless)
+    check(harmless, zipfile.ZIP_STORED)
+    with pytest.raises(ValueError, match=r"data\.pkl is compressed, which PyTorch never does"):
+        check(harmless, zipfile.ZIP_DEFLATED)
+    for compression in (None, zipfile.ZIP_STORED):
+        with pytest.raises(ValueError, match="it makes a bytearray, which no nanoGPT checkpoint"):
+            check(bomb, compression)
+
+
 class AllMemory:
     """What a pickle makes of it takes 10 TB."""
 
@@ -404,6 +429,18 @@ def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2
     assert continuation != ""
     assert not continuation.startswith("the cat")
     assert pretrained.generate("the cat", 5, **options) == continuation
+
+
+def test_a_pretrained_model_and_its_tokenizer_have_one_vocabulary(tmp_path):
+    """A model is often padded to a multiple of 64 rows, which its tokenizer has no tokens for."""
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+    jgpt.save_hf(random_model(vocab_size=320), tmp_path / "padded", tokenizer=tokenizer)
+
+    pretrained = jgpt.load_pretrained(tmp_path / "padded")
+
+    assert pretrained.model.vocab_size == 320
+    assert pretrained.tokenizer.vocab_size == 320
+    assert pretrained.tokenizer.decode([262, 319]) == tokenizer.decode([262])
 
 
 def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import jgpt
 from jgpt.data.tokenizers import tokenizer_from_json
-from jgpt.interop.formats import hf_config
+from jgpt.interop import formats
+from jgpt.interop.formats import hf_config, read_config
 from jgpt.interop.names import require_names, with_one_vocabulary
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
@@ -283,6 +284,19 @@ def test_a_model_that_fits_no_format_says_which_preset_does():
 
 
 # what is read
+
+
+def test_of_several_unsupported_fields_the_first_by_name_is_reported():
+    """The same one in every process, though texts in a set have another order in each."""
+    format = formats.GPT2
+    fixed = sorted(format.defaults.keys() - dict(format.fields).keys())
+    assert len(fixed) == 9
+    sizes = {"vocab_size": 11, "n_positions": 7, "n_layer": 2, "n_head": 3, "n_embd": 21}
+
+    for first in range(len(fixed)):
+        unsupported = dict.fromkeys(fixed[first:], "another")
+        with pytest.raises(ValueError, match=f"^{fixed[first]}='another' is not supported"):
+            read_config(sizes | unsupported, format)
 
 
 UNSUPPORTED = "is not supported"
