@@ -26,6 +26,7 @@ from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
 from jgpt.parallel.mesh import use_mesh
 from jgpt.presets import PRESETS, preset
+from jgpt.shapes import proofs
 from jgpt.shapes.proofs import Proof, prove
 from jgpt.shapes.sizes import Size
 from jgpt.training.state import abstract_state
@@ -375,6 +376,30 @@ def hidden_sum(x):
     return wrongly_reshaped(x).sum()
 
 
+@jax.custom_vjp
+def wrong_inside(x):
+    return hidden_sum(x)
+
+
+@jax.custom_jvp
+def wrong_in_tangents(x):
+    return hidden_sum(x)
+
+
+wrong_inside.defvjp(lambda x: (x.sum(), x), backward)
+wrong_in_tangents.defjvp(lambda primals, tangents: (primals[0].sum(), tangents[0].sum()))
+
+
+def on_shards(x):
+    sums = jax.shard_map(
+        lambda x: hidden_sum(x)[None],
+        mesh=jax.make_mesh((8,), ("data",)),
+        in_specs=jax.P(),
+        out_specs=jax.P("data"),
+    )
+    return sums(x)
+
+
 HIDDEN = {
     "a branch": lambda x: jax.lax.cond(True, hidden_sum, jnp.sum, x),
     "the other branch": lambda x: jax.lax.cond(True, jnp.sum, hidden_sum, x),
@@ -393,7 +418,30 @@ HIDDEN = {
     "a custom forward pass": jax.grad(wrong_forward),
     "a custom backward pass": jax.grad(wrong_backward),
     "a custom tangent": jax.grad(wrong_tangent),
+    "a custom_vjp": wrong_inside,
+    "a custom_jvp": wrong_in_tangents,
+    "a custom_vjp in a scan": lambda x: jax.lax.scan(
+        lambda c, _: (c + wrong_inside(x), 0), 0.0, jnp.arange(3)
+    ),
+    "shards": lambda x: on_shards(x),
 }
+INSIDE = {
+    "a branch": "cond",
+    "the other branch": "cond",
+    "a switch": "cond",
+    "a scan": "scan",
+    "a map": "scan",
+    "a loop": "scan",
+    "a condition": "while",
+    "a nested jit": "jit",
+    "a branch in a scan": "cond",
+    "rematerialisation": "remat2",
+    "a custom_vjp": "custom_vjp_call",
+    "a custom_jvp": "custom_jvp_call",
+    "a custom_vjp in a scan": "custom_vjp_call",
+    "shards": "shard_map",
+}
+"""The operation that holds each reshape. Once traced, the others are in the function itself."""
 
 
 @pytest.mark.parametrize("place", HIDDEN)
@@ -401,6 +449,19 @@ def test_a_reshape_is_found_wherever_it_is(place):
     (case,) = prove(HIDDEN[place], "float32[b]").cases
     assert case.verdict == "violated"
     assert "a reshape of b" in case.detail
+
+
+@pytest.mark.parametrize("place", INSIDE)
+def test_a_reshape_is_found_by_looking_inside_its_operation(place, monkeypatch):
+    """Without a look inside, the false program is proven: it tests that look and no other."""
+    look = proofs._require_whole_reshapes
+
+    def look_elsewhere(jaxpr: Any) -> None:
+        others = [each for each in jaxpr.eqns if each.primitive.name != INSIDE[place]]
+        look(jaxpr.replace(eqns=others))
+
+    monkeypatch.setattr(proofs, "_require_whole_reshapes", look_elsewhere)
+    assert prove(HIDDEN[place], "float32[b]")
 
 
 def test_a_quotient_of_sizes_scales_and_decides_nothing():

@@ -25,10 +25,12 @@ from jgpt.shapes.matching import (
     mismatch,
     symbols_in,
 )
+from jgpt.shapes.memo import NO_KEY, Memo
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Record = TypeVar("Record")
+_CheckedCall = Callable[..., tuple[Any, Exception | None]]
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -42,7 +44,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
     # annotations are resolved at the first call, so that imports stay cheap
     @functools.cache
-    def checked() -> Callable[..., tuple[Any, Exception | None]]:
+    def checked() -> tuple[inspect.Signature, _CheckedCall]:
         return _checked(function)
 
     @functools.wraps(function)
@@ -50,10 +52,13 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         __tracebackhide__ = True
         if config.jaxtyping_disable or not __debug__:
             return function(*args, **kwargs)
+        signature, check_and_call = checked()
         try:
-            result, error = checked()(*args, **kwargs)
-        except TypeError as misfit:  # from binding the arguments; all other errors are returned
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as misfit:
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
+        bound.apply_defaults()
+        result, error = check_and_call(bound, args, kwargs)
         # Raised here, outside of `jaxtyped`, which would add a note to it.
         if error is not None:
             raise error
@@ -122,9 +127,10 @@ def record(kind: type[Record]) -> type[Record]:
     return host_record(kind)
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception | None]]:
-    """Wrap a function in its own jaxtyping scope, to return its result and the error that it
-    raised.
+def _checked(function: Callable[..., Any]) -> tuple[inspect.Signature, _CheckedCall]:
+    """Return a function's signature, and the function in its own jaxtyping scope.
+
+    The latter gets bound arguments, and returns the result and the error that it raised.
 
     `jaxtyped` adds a note to exceptions that pass through it, which would hide the reason.
     """
@@ -134,15 +140,25 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
     hints = typing.get_type_hints(function, include_extras=True)
     subject = f"{function.__module__}.{function.__qualname__}()"
     own_names = _dimension_names(hints)
+    memo = Memo(signature, hints)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+    def check_and_call(
+        bound: inspect.BoundArguments, args: Any, kwargs: Any
+    ) -> tuple[Any, Exception | None]:
         __tracebackhide__ = True
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        _bind_symbols(bound, own_names)
-        wrong_argument = _argument_error(subject, bound, hints)
-        if wrong_argument is not None:
-            return None, wrong_argument
+        key = NO_KEY
+        if not SYMBOLS.get():  # open sizes have no keys
+            key = memo.key(bound.arguments)
+        known = memo.find(key)
+        if known is not None:
+            known.bind_sizes()
+        else:
+            has_symbols = _bind_symbols(bound, own_names)
+            wrong_argument = _argument_error(subject, bound, hints)
+            if wrong_argument is not None:
+                return None, wrong_argument
+            if key is not NO_KEY and not has_symbols:
+                known = memo.remember(key, bound.arguments)
         try:
             if is_watched():
                 result = call_watched(function, bound, hints)
@@ -150,15 +166,34 @@ def _checked(function: Callable[..., Any]) -> Callable[..., tuple[Any, Exception
                 result = function(*args, **kwargs)
         except Exception as error:
             return None, error
+        result_key = NO_KEY
+        if known is not None:
+            result_key = memo.result_key(result, bound.arguments)
+            if result_key in known.results:
+                return result, None
         reason = mismatch(hints.get("return", Any), result)
         if reason:
             what = f"{subject} returned a wrong result"
             return None, _error(what, hints["return"], result, reason)
+        if known is not None:
+            known.remember_result(result_key)
         return result, None
 
     # jaxtyping reads from it which names braces may contain.
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return jaxtyped(call, typechecker=None)
+    check_and_call.__signature__ = _BoundSignature()  # type: ignore[attr-defined]
+    return signature, jaxtyped(check_and_call, typechecker=None)
+
+
+class _BoundSignature(inspect.Signature):
+    """The signature of a function that gets the arguments of another, already bound.
+
+    Binding takes as long as the check of an array, and jaxtyping would do it a second time.
+    """
+
+    def bind(  # type: ignore[override]
+        self, bound: inspect.BoundArguments, args: Any, kwargs: Any
+    ) -> inspect.BoundArguments:
+        return bound
 
 
 def _dimension_names(hints: dict[str, Any]) -> set[str]:
@@ -167,13 +202,17 @@ def _dimension_names(hints: dict[str, Any]) -> set[str]:
     return set(re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text)))
 
 
-def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> None:
-    """Bind the symbols of a proof, or those in the arguments, so that braces may name them."""
+def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> bool:
+    """Bind the symbols of a proof, or those in the arguments, so that braces may name them.
+
+    Return whether there are any.
+    """
     symbols = SYMBOLS.get()
     if not symbols:  # the usual case; then only `jax.export` has symbols
         symbols = symbols_in(bound.arguments.values(), own_names)
     for name, size in symbols.items():
         bind_size(name, size)
+    return bool(symbols)
 
 
 def _argument_error(

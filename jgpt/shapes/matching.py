@@ -20,7 +20,8 @@ from jgpt.shapes.describe import describe_annotation, describe_value, is_array, 
 
 # With PEP 484's numeric tower an int is a float: 0 is a valid `dropout: float`.
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)
-_UNIONS = (typing.Union, types.UnionType)  # `Optional[int]` and `int | None`
+UNIONS = (typing.Union, types.UnionType)
+"""The origins of `Optional[int]` and `int | None`."""
 
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
 """During a proof: symbolic sizes, and the functions that braces may use."""
@@ -41,7 +42,7 @@ def mismatch(hint: Any, value: Any) -> str:
         return ""
     if is_array(hint):
         return array_mismatch(hint, value)
-    if get_origin(hint) in _UNIONS:
+    if get_origin(hint) in UNIONS:
         return _union_mismatch(hint, value)
     # beartype would also check the items of a tuple, but describes the wrong item less precisely.
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
@@ -72,6 +73,11 @@ def _tuple_mismatch(hint: Any, value: Any) -> str:
         if reason:
             return f"item {index} is {describe_value(item)}: {reason}"
     return ""
+
+
+def is_other(hint: Any, value: Any) -> bool:
+    """Return whether a value matches an annotation that binds no sizes."""
+    return is_bearable(value, hint, conf=_BEARTYPE)
 
 
 def _other_mismatch(hint: Any, value: Any) -> str:
@@ -133,12 +139,12 @@ def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
 def bind_size(name: str, size: Any) -> None:
     """Bind a name to a size of any value, for the enclosing typed call."""
     # jaxtyping binds only the sizes of arrays.
-    _jaxtyping_mismatch(Shaped[Any, name], _fake_array(size))
+    _jaxtyping_mismatch(Shaped[Any, name], fake_array(size))
 
 
-def _fake_array(size: Any) -> Any:
-    """Return an object that jaxtyping treats as an array of one dimension with this size."""
-    return types.SimpleNamespace(shape=(size,), dtype=np.dtype(bool))
+def fake_array(*shape: Any) -> Any:
+    """Return an object that jaxtyping treats as an array of this shape."""
+    return types.SimpleNamespace(shape=shape, dtype=np.dtype(bool))
 
 
 def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
@@ -173,7 +179,7 @@ def _is_tree_of_arrays(hint: Any) -> bool:
     import jax
 
     alternatives: Any = (leaf,)
-    if get_origin(leaf) in _UNIONS:
+    if get_origin(leaf) in UNIONS:
         alternatives = get_args(leaf)
     for alternative in alternatives:
         if not is_array(alternative) or alternative.array_type not in (jax.Array, np.ndarray):

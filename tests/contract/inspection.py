@@ -17,7 +17,8 @@ from flax import nnx
 from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
-CONTRACT = [f"jgpt.shapes.{name}" for name in ("describe", "matching", "calls", "contract")]
+PARTS = ("describe", "matching", "memo", "calls", "contract")
+CONTRACT = [f"jgpt.shapes.{name}" for name in PARTS]
 """What checks the others can't check itself."""
 ANY_DTYPE = {
     "jgpt.nn.cache.LayerCache.positions: new",
