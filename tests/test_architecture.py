@@ -28,7 +28,17 @@ LAYERS = (
 )
 """From the bottom up. Inside a folder and inside the first layer, only cycles are forbidden."""
 MAY_IMPORT_EACH_OTHER = LAYERS[0]
-SHAPES = ("describe", "matching", "calls", "contract", "capture", "trace", "sizes", "proofs")
+SHAPES = (
+    "describe",
+    "matching",
+    "memo",
+    "calls",
+    "contract",
+    "capture",
+    "trace",
+    "sizes",
+    "proofs",
+)
 """The files of the shape contract, in the order in which they may import each other."""
 
 
