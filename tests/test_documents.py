@@ -64,19 +64,31 @@ def blocks(text: str) -> list[Block]:
             continue
         if token.info.startswith("{"):  # the site's, not code
             continue
-        first = token.content.split()[0]
-        language = token.info or {"$": "console", "jgpt:": "text"}.get(first, "sh")
-        shown = after.content if after and (after.type, after.info) == ("fence", "text") else ""
-        found.append(Block(token.map[0] + 2, language, token.content, shown))
+        language = token.info or language_of(token.content)
+        shown = ""
+        if after is not None and after.type == "fence" and after.info == "text":
+            shown = after.content
+        first_line = token.map[0] + 2
+        found.append(Block(first_line, language, token.content, shown))
     return found
+
+
+def language_of(code: str) -> str:
+    """That of an indented block, by its first word."""
+    first_word = code.split()[0]
+    return {"$": "console", "jgpt:": "text"}.get(first_word, "sh")
 
 
 def commands(block: Block) -> list[tuple[str, str]]:
     """The commands of a block, each with the output that it shows."""
     text = block.code.replace("\\\n", " ")
     if block.language == "sh":
-        lines = [line for line in text.splitlines() if line.split("#")[0].strip()]
-        return [(each, "") for line in lines for each in unrolled(line)]
+        found = []
+        for line in text.splitlines():
+            without_comment = line.split("#")[0]
+            if without_comment.strip():
+                found += [(command, "") for command in unrolled(line)]
+        return found
     parts = re.split(r"^\$ (.*\n)", text, flags=re.MULTILINE)
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -86,7 +98,8 @@ def unrolled(line: str) -> list[str]:
     loop = re.fullmatch(r"for (\w+) in (.*?); do (.*); done", line)
     if loop is None:
         return [line]
-    return [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()]
+    variable, values, body = loop.groups()
+    return [body.replace(f"${variable}", value) for value in values.split()]
 
 
 ALL = [(page, block) for page in PAGES for block in blocks(page.read_text())]
@@ -133,14 +146,18 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("api.md", "runs.md")))
-        for page in sorted({page for page, block in ALL if block.language == "python"} - {SESSION})
-    ],
-    ids=name,
-)
+def pages_with_python() -> list[Any]:
+    pages = {page for page, block in ALL if block.language == "python"}
+    cases = []
+    for page in sorted(pages - {SESSION}):
+        if page.name in ("api.md", "runs.md"):
+            cases.append(pytest.param(page, marks=pytest.mark.slow))
+        else:
+            cases.append(page)
+    return cases
+
+
+@pytest.mark.parametrize("page", pages_with_python(), ids=name)
 def test_python_gives_what_the_page_shows(page, trained, tmp_path):
     copy_runs(page, trained.directory, tmp_path, PYTHON_MAKES)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -160,25 +177,31 @@ def jgpt_words(line: str) -> list[str] | None:
     line = re.sub(r'"\$\(cat .*?\)"', "'So long'", line)
     words = shlex.split(line.split(" & ")[0], comments=True)
     for word in words:  # gcloud --command='jgpt train ...'
-        if " jgpt " in f" {word.partition('=')[2]}":
-            words = shlex.split(word.partition("=")[2])
-    return words[words.index("jgpt") + 1 :] if "jgpt" in words else None
+        _, _, value = word.partition("=")
+        if " jgpt " in f" {value}":
+            words = shlex.split(value)
+    if "jgpt" not in words:
+        return None
+    return words[words.index("jgpt") + 1 :]
 
 
 def check_other_command(line: str) -> None:
     """Check that the targets, extras and files in a line of another command exist."""
     program, *words = shlex.split(line, comments=True)
     if program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        makefile = (ROOT / "Makefile").read_text()
+        targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
         assert set(words) <= set(targets), line
     elif program == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-            "optional-dependencies"
-        ]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert words[0] == "install", line
-        assert {extra for word in words for extra in re.findall(r"\[(.*)\]", word)} <= set(extras)
+        for extra in re.findall(r"\[(.*?)\]", line):
+            assert extra in project["optional-dependencies"], line
     elif program == "python":
-        script = Path(*words[1].split(".")).with_suffix(".py") if words[0] == "-m" else words[0]
+        script = Path(words[0])
+        if words[0] == "-m":
+            module = words[1]
+            script = Path(*module.split(".")).with_suffix(".py")
         assert (ROOT / script).exists(), line
     elif program not in ("git", "sed", "diff", "tar", "export"):
         assert (ROOT / program).exists(), line
@@ -188,20 +211,25 @@ def check_other_command(line: str) -> None:
 def parse_only(monkeypatch):
     """Commands parse their options and do nothing."""
 
-    def parsed(it: Callable[..., Any]) -> Callable[..., None]:
-        return functools.wraps(it)(lambda *args, **options: None)
+    def without_effect(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def nothing(*arguments, **options):
+            return None
 
-    for each, it in COMMANDS.items():
-        monkeypatch.setitem(COMMANDS, each, parsed(it))
+        return nothing
+
+    for command_name, function in COMMANDS.items():
+        monkeypatch.setitem(COMMANDS, command_name, without_effect(function))
 
 
 @pytest.fixture(scope="module")
 def runs(trained, tmp_path_factory) -> Path:
     """A folder with each run that a page names, and a model of one file."""
     folder = tmp_path_factory.mktemp("named")
-    for file in {file for page in PAGES for file in re.findall(r"(\w+\.py):GPT", page.read_text())}:
+    text = "\n".join(page.read_text() for page in PAGES)
+    for file in set(re.findall(r"(\w+\.py):GPT", text)):
         worked("new", folder / file)
-    for run in {run for page in PAGES for run in re.findall(r"\bruns/\w+", page.read_text())}:
+    for run in set(re.findall(r"\bruns/\w+", text)):
         (folder / run).mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):
             shutil.copy(trained.directory / file, folder / run)
@@ -212,28 +240,37 @@ def runs(trained, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("page", sorted({page for page, _ in ALL} - {SESSION}), ids=name)
 def test_commands_can_be_typed(page, runs):
     for block in blocks(page.read_text()):
-        if block.language in ("sh", "console"):
-            for line, _ in commands(block):
-                words = jgpt_words(line)
-                if words is None:
-                    check_other_command(line)
-                else:
-                    worked(*words, cwd=runs)
+        if block.language not in ("sh", "console"):
+            continue
+        for line, _ in commands(block):
+            words = jgpt_words(line)
+            if words is None:
+                check_other_command(line)
+            else:
+                worked(*words, cwd=runs)
 
 
-INLINE = {
-    (path, line)
-    for path in [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]
-    for line in re.findall(r"`(jgpt [a-z]+ [^`\\]*--[a-z][^`\\]*)`", path.read_text())
-}
+def commands_within_texts() -> list[tuple[Path, str]]:
+    """Commands with options that stand in a sentence, each once for a page."""
+    found = set()
+    for path in [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]:
+        for line in re.findall(r"`(jgpt [a-z]+ [^`\\]*--[a-z][^`\\]*)`", path.read_text()):
+            found.add((path, line))
+    return sorted(found)
 
 
 @pytest.mark.usefixtures("parse_only")
-@pytest.mark.parametrize(("page", "line"), sorted(INLINE), ids=lambda it: str(it)[-30:])
+@pytest.mark.parametrize(
+    ("page", "line"), commands_within_texts(), ids=lambda part: str(part)[-30:]
+)
 def test_commands_within_a_text_have_options_that_exist(page, line, runs):
     """What is left out, as a value or --out, may be refused."""
-    said = command(*(jgpt_words(line) or ()), cwd=runs).stderr
-    assert "unknown option" not in said, said
+    words = jgpt_words(line)
+    assert words is not None
+
+    finished = command(*words, cwd=runs)
+
+    assert "unknown option" not in finished.stderr, finished.stderr
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +285,10 @@ def files(tmp_path_factory, shakespeare, poem) -> Path:
     (folder / "my_notes" / "letters.txt").write_text(notes)
     (folder / "notes.txt").write_text(notes)
     (folder / "input.txt").write_text(shakespeare)
-    documents = (json.dumps({"body": line}) + "\n" for line in notes.splitlines())
-    (folder / "lines.jsonl").write_text("".join(documents))
+    documents = ""
+    for line in notes.splitlines():
+        documents += json.dumps({"body": line}) + "\n"
+    (folder / "lines.jsonl").write_text(documents)
     (folder / "records.json").write_text("[]")
     tokenizer = with_chat_tokens(jgpt.BPETokenizer.train([notes], 263))
     model = random_gpt("qwen3", vocab_size=320, block_size=128)
@@ -266,26 +305,33 @@ def place(files, tmp_path) -> Path:
     return shutil.copytree(files, tmp_path, dirs_exist_ok=True)
 
 
+def pages_with_commands_to_run() -> list[Path]:
+    pages = {page for page, block in ALL if page in RUN or block.language == "console"}
+    return sorted(pages - {SESSION})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    sorted({page for page, block in ALL if page in RUN or block.language == "console"} - {SESSION}),
-    ids=name,
-)
+@pytest.mark.parametrize("page", pages_with_commands_to_run(), ids=name)
 def test_commands_give_what_the_page_shows(page, place, trained):
     copy_runs(page, trained.directory, place, COMMANDS_MAKE)
-    languages = ("sh", "console") if page in RUN else ("console",)
-    fewer = "--steps 20 --eval-tokens 4096 "  # all of them take a minute
-    text = re.sub("--steps [16]00 ", fewer, page.read_text())
+    languages = ["console"]
+    if page in RUN:
+        languages.append("sh")
+    fewer_steps = "--steps 20 --eval-tokens 4096 "  # all of them take a minute
+    text = re.sub("--steps [16]00 ", fewer_steps, page.read_text())
     for block in blocks(text):
-        for line, shown in commands(block) if block.language in languages else ():
+        if block.language not in languages:
+            continue
+        for line, shown in commands(block):
             words = jgpt_words(line)
             if words is None:
                 continue
-            done = command(*words, cwd=place)
-            said = done.stdout + done.stderr
-            assert done.code == (2 if "jgpt: " in shown else 0), said
-            assert block.language == "sh" or SAME(shown, said), f"{line}\n{said}"
+            finished = command(*words, cwd=place)
+            said = finished.stdout + finished.stderr
+            expected_code = 2 if "jgpt: " in shown else 0
+            assert finished.code == expected_code, said
+            if block.language == "console":
+                assert SAME(shown, said), f"{line}\n{said}"
 
 
 @pytest.fixture
@@ -319,7 +365,7 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
 @pytest.mark.skipif(sys.platform == "win32", reason="a session of a Unix shell")
 def test_a_page_is_a_session(shell, tmp_path):
     names: dict[str, Any] = {"__name__": "__main__"}
-    killed = tmp_path / "runs" / "squared_relu-5"
+    metrics_of_killed = tmp_path / "runs" / "squared_relu-5" / "metrics.jsonl"
     text = SESSION.read_text()  # with two of its five seeds, which would take half a minute more
     for five, two in ((" 2 3 4", ""), ("range(1, 6)", "(1, 5)"), ("(5, 4)", "(2, 4)")):
         assert five in text
@@ -329,11 +375,17 @@ def test_a_page_is_a_session(shell, tmp_path):
             with contextlib.chdir(tmp_path):
                 said = run_python(block, names, name(SESSION))
             assert said == block.shown or SAME(block.shown, said), said
-        for line, shown in commands(block) if block.language in ("sh", "console") else ():
+        if block.language not in ("sh", "console"):
+            continue
+        for line, shown in commands(block):
             said = shell(line)
-            assert SAME(shown, said) if shown else "jgpt: " not in said, f"{line}\n{said}"
+            if shown:
+                assert SAME(shown, said), f"{line}\n{said}"
+            else:
+                assert "jgpt: " not in said, f"{line}\n{said}"
             if "kill" in line:
-                assert len((killed / "metrics.jsonl").read_text().splitlines()) < 60
+                steps = metrics_of_killed.read_text().splitlines()
+                assert len(steps) < 60
             if "--resume" in line:
                 assert "resumed at step" in said
 
@@ -345,8 +397,10 @@ def test_a_page_is_a_session(shell, tmp_path):
 
 
 def test_no_block_is_passed_over():
-    assert {block.language for _, block in ALL} == {"python", "sh", "console", "text", "diff"}
-    assert len([block for _, block in ALL if block.language == "python"]) >= 8
+    languages = [block.language for _, block in ALL]
+
+    assert set(languages) == {"python", "sh", "console", "text", "diff"}
+    assert languages.count("python") >= 8
 
 
 def test_what_a_diff_keeps_and_removes_is_in_the_package():
@@ -387,15 +441,26 @@ Text.
 
 def test_what_is_wrong_is_seen(tmp_path):
     python, shown, shell, console = blocks(PAGE)
-    assert (python.shown, shown.language) == ("3\n", "text")
+    other_number = python._replace(code="print(4)")
+    unknown_name = python._replace(code="print(y)")
+
+    assert python.shown == "3\n"
+    assert shown.language == "text"
     assert run_python(python, {}, "") == "3\n"
-    assert run_python(python._replace(code="print(4)"), {}, "") != python.shown
+    assert run_python(other_number, {}, "") != python.shown
     with pytest.raises(NameError):
-        run_python(python._replace(code="print(y)"), {}, "")
+        run_python(unknown_name, {}, "")
+
     ((line, _),) = commands(shell)
-    assert command(*(jgpt_words(line) or ()), cwd=tmp_path).code == 2
-    ((line, shown),) = commands(console)
-    assert not SAME(shown, worked(*(jgpt_words(line) or ())))
+    words = jgpt_words(line)
+    assert words is not None
+    assert command(*words, cwd=tmp_path).code == 2
+
+    ((line, version),) = commands(console)
+    words = jgpt_words(line)
+    assert words is not None
+    assert not SAME(version, worked(*words))
+
     with pytest.raises(AssertionError):
         check_other_command("make nothing")
     with pytest.raises(AssertionError):
@@ -406,11 +471,15 @@ def test_what_is_wrong_is_seen(tmp_path):
 
 
 def test_the_readme_lists_the_lessons():
-    listed = re.findall(r"^\| \[(.*?)\]\((notebooks/.*?)\)", (ROOT / "README.md").read_text(), re.M)
-    lessons = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    titles = [re.findall(r"\"# (\d+\. .*?)\\n", path.read_text())[0] for path in lessons]
+    readme = (ROOT / "README.md").read_text()
+    expected = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        headings = re.findall(r"\"# (\d+\. .*?)\\n", path.read_text())
+        expected.append((headings[0], name(path)))
 
-    assert listed == [(title, name(path)) for title, path in zip(titles, lessons, strict=True)]
+    listed = re.findall(r"^\| \[(.*?)\]\((notebooks/.*?)\)", readme, re.M)
+
+    assert listed == expected
 
 
 def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
