@@ -38,22 +38,33 @@ def lines(*records):
 def packed(data, suffix):
     if suffix == ".zst":
         return pytest.importorskip("backports.zstd").compress(data)
-    return gzipped(data) if suffix == ".gz" else data
+    if suffix == ".gz":
+        return gzipped(data)
+    return data
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
+    def written(name, data):
+        return write(tmp_path, f"{name}{suffix}", packed(data, suffix))
+
+    byte_order_mark = b"\xef\xbb\xbf"
+    documents = written("a.JSONL", byte_order_mark + lines(*RECORDS))
+    page = written("a.md", b"# Title\n" * 9)
+    bodies = written("b.jsonl", b'\n{"body": "x"}\n\n')
+
     said = []
-    path = write(tmp_path, f"a.JSONL{suffix}", packed(b"\xef\xbb\xbf" + lines(*RECORDS), suffix))
-    assert read_text([path], warn=said.append) == READ
-    assert len(said) == 1
-    assert "carriage returns are read as newlines" in said[0]
-    assert read_text([path], universal_newlines=False) == READ.replace("\n1", "\r\n1")
-    assert read_text([path], separator="<|endoftext|>").count("<|endoftext|>") == 3
-    path = write(tmp_path, f"a.md{suffix}", packed(b"# Title\n" * 9, suffix))
-    assert read_text([path]) == "# Title\n" * 9
-    path = write(tmp_path, f"b.jsonl{suffix}", packed(b'\n{"body": "x"}\n\n', suffix))
-    assert "".join(text_chunks([path, path], field="body")) == "x\nx\n"
+    read = read_text([documents], warn=said.append)
+    with_carriage_returns = read_text([documents], universal_newlines=False)
+    separated = read_text([documents], separator="<|endoftext|>")
+    assert read == READ
+    (warning,) = said
+    assert "carriage returns are read as newlines" in warning
+    assert with_carriage_returns == READ.replace("\n1", "\r\n1")
+    assert separated.count("<|endoftext|>") == 3  # an empty text is no document
+
+    assert read_text([page]) == "# Title\n" * 9
+    assert "".join(text_chunks([bodies, bodies], field="body")) == "x\nx\n"
 
 
 def test_a_small_parquet_file_does_not_claim_all_memory(tmp_path, monkeypatch):
@@ -61,55 +72,66 @@ def test_a_small_parquet_file_does_not_claim_all_memory(tmp_path, monkeypatch):
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
     path = str(tmp_path / "bomb.parquet")
-    batches = []
     iter_batches = parquet.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        parquet.ParquetFile,
-        "iter_batches",
-        lambda table, rows, **options: batches.append(rows) or iter_batches(table, rows, **options),
-    )
+    batches = []
 
-    def write(text: str, rows: int) -> None:
+    def counted(table, rows, **options):
+        batches.append(rows)
+        return iter_batches(table, rows, **options)
+
+    def write_repeated(text: str, rows: int) -> None:
         indices = arrow.array(np.zeros(rows, np.int32))
         column = arrow.DictionaryArray.from_arrays(indices, arrow.array([text]))
         table = arrow.table({"text": column})
         parquet.write_table(table, path, row_group_size=rows, compression="zstd")
 
-    write("a", 5_000_000)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+
+    # what the file says of itself is enough: nothing is read
+    write_repeated("a", 5_000_000)
     with pytest.raises(ValueError, match=r"has .* bytes and claims 5,000,000 rows: it is damaged"):
         read_text([path])
-    write("a" * 7 * 10**7, 3)
+    write_repeated("a" * 7 * 10**7, 3)
     with pytest.raises(ValueError, match=r"has .* bytes and claims 70,\d{3},\d{3}: it is damaged"):
         read_text([path])
     assert batches == []
-    write("a" * 10**6, 1000)
+
+    # what it doesn't say is noticed after few rows
+    write_repeated("a" * 10**6, 1000)
     with pytest.raises(ValueError, match="more than 1000 times as much text: it repeats itself"):
         read_text([path])
     assert batches == [1, 67]
+
     # what repeats itself less is read
-    write("ab" * 50_000, 9)
+    write_repeated("ab" * 50_000, 9)
     assert len(read_text([path])) == 9 * 100_001
 
 
 def test_a_column_of_parquet_is_read(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
     texts = ["a", None, "", "b\r\nc", "d"]
     category = arrow.dictionary(arrow.int8(), arrow.string())  # as pandas writes it
+
     for kind in (arrow.string(), arrow.large_string(), category):
         table = arrow.table({"n": range(5), "text": arrow.array(texts, kind)})
-        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-        assert read_text([str(tmp_path / "a.parquet")]) == "a\nb\nc\nd\n"
+        parquet.write_table(table, path, row_group_size=2)
+        assert read_text([str(path)]) == "a\nb\nc\nd\n"
+
     for field, message in (
         ("body", r"has no column 'body', but n, text: name the column of text with data_field"),
         ("n", r"its column 'n' has values of type int64, not text: name another of n, text with"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_text([str(tmp_path / "a.parquet")], field=field)
-    data = (tmp_path / "a.parquet").read_bytes()
-    for bad in (b"text", data[:-9], data[:4] + b"\0" * 400 + data[404:]):
+            read_text([str(path)], field=field)
+
+    data = path.read_bytes()
+    with_zeros = data[:4] + b"\0" * 400 + data[404:]
+    for bad_data in (b"text", data[:-9], with_zeros):
+        bad = write(tmp_path, "bad.parquet", bad_data)
         with pytest.raises(ValueError, match=r"bad\.parquet can't be read as Parquet: "):
-            read_text([write(tmp_path, "bad.parquet", bad)])
+            read_text([bad])
 
 
 @pytest.mark.parametrize(
@@ -167,9 +189,11 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, messa
 def test_zstandard_cut_short_is_named(tmp_path):
     zstd = pytest.importorskip("backports.zstd")
     data = zstd.compress(b"text" * 99)
-    for bad in (data[:-3], b"text", data + b"text"):
+
+    for bad_data in (data[:-3], b"text", data + b"text"):
+        bad = write(tmp_path, "a.txt.zst", bad_data)
         with pytest.raises(ValueError, match=r"a\.txt\.zst is damaged or cut short: "):
-            read_text([write(tmp_path, "a.txt.zst", bad)])
+            read_text([bad])
 
 
 @pytest.mark.parametrize(
@@ -180,11 +204,13 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, extra, package):
     def missing(module):
         raise ModuleNotFoundError(module)
 
+    path = write(tmp_path, name, b"x")
     monkeypatch.setattr(corpus.importlib, "import_module", missing)
+
     with pytest.raises(ModuleNotFoundError) as error:
-        read_text([write(tmp_path, name, b"x")])
-    expected = f"{tmp_path / name} needs {package}: pip install 'jgpt[{extra}]'"
-    assert str(error.value) == expected
+        read_text([path])
+
+    assert str(error.value) == f"{path} needs {package}: pip install 'jgpt[{extra}]'"
 
 
 def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
@@ -200,12 +226,18 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     write(tmp_path / "deep", "d.txt", "six ")
     write(tmp_path / "e.txt", "inner.txt", "seven")  # a folder with a text's name
     last = write(tmp_path, "z.text", "last")
+    folder = str(tmp_path)
     said = []
-    read = read_text([str(tmp_path), last, last], warn=said.append)
+
+    read = read_text([folder, last, last], warn=said.append)
+    read_as_plain = read_text([folder], plain=True)
+    read_as_earlier = read_text([folder], earlier=True)
+
     assert read == "one two\nthree four six sevenfivelastlastlast"
-    assert said == [f"{tmp_path}: 8 files are read, and 1 .json skipped"]
-    assert read_text([str(tmp_path)], plain=True) == "three six seven"
-    assert read_text([str(tmp_path)], earlier=True) == "one two\nthree six sevenfivelast"
+    assert said == [f"{folder}: 8 files are read, and 1 .json skipped"]
+    assert read_as_plain == "three six seven"
+    assert read_as_earlier == "one two\nthree six sevenfivelast"
+
     # a folder of code is read as its files are
     code = write(tmp_path / "code", "a.PY", "x = 1\n")
     assert read_text([str(tmp_path / "code")]) == read_text([code])
@@ -223,17 +255,21 @@ def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
     for number in range(3):
         write(tmp_path / "text", f"{number}.png", b"\x89PNG")
     write(tmp_path / "text", "Makefile", "all:")
+    write(tmp_path / "pictures", "a.png", b"\x89PNG")
     folder = str(tmp_path / "text")
+    hidden = str(tmp_path / "text" / ".git")
+    pictures = str(tmp_path / "pictures")
     said = []
-    assert read_text([folder], warn=said.append) == "notes.md"
+
+    read = read_text([folder], warn=said.append)
+
+    assert read == "notes.md"
     assert said == [f"{folder}: 1 files are read, and 3 hidden, 3 .png, 1 without a suffix skipped"]
     # but what is named is read
-    hidden = str(tmp_path / "text" / ".git")
     assert read_text([hidden]) == "message.txt"
     assert read_text([f"{hidden}/message.txt"]) == "message.txt"
-    write(tmp_path / "pictures", "a.png", b"\x89PNG")
     with pytest.raises(FileNotFoundError, match=r"without any text or code .*: it has 1 \.png$"):
-        read_text([str(tmp_path / "pictures")])
+        read_text([pictures])
 
 
 @pytest.mark.parametrize(
@@ -268,32 +304,42 @@ def test_an_encoding_is_named_only_where_it_can_be_told(tmp_path):
         b"caf\xe9\x07\x81",  # binary
         "🙂".encode()[:3],  # cut short
     ):
+        path = write(tmp_path, "a.txt", data)
         with pytest.raises(ValueError, match=r"byte \d+ can't be read$"):
-            read_text([write(tmp_path, "a.txt", data)])
+            read_text([path])
+
     packed = write(tmp_path, "a.txt.gz", gzipped(b"caf\xe9"))  # iconv can't read it
     with pytest.raises(ValueError, match=r"it looks like WINDOWS-1252: convert it to UTF-8$"):
         read_text([packed])
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):
-    path = write(tmp_path, "a.txt.gz", gzipped(b"text" * 999))
+    data = gzipped(b"text" * 999)
+    path = write(tmp_path, "a.txt.gz", data)
     counts = []
+
     read_text([path, path], advance=counts.append)
 
-    assert sum(counts) == 2 * (tmp_path / "a.txt.gz").stat().st_size
+    assert sum(counts) == 2 * len(data)  # as they lie on the disk, packed
 
 
 def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):
     path = write(tmp_path, "a.jsonl", lines({"text": "To be"}, {"text": "or not"}) * 9)
     config = DataConfig((path,), True, "gpt2", tokenizer_files=str(data_directory / "gpt2-bpe"))
+    prepared = tmp_path / "prepared"
+    characters = dataclasses.replace(config, tokenizer="char")
+
     dataset = load_dataset(config, 1)
+    count = prepare(config, prepared)
+    mapped = load_dataset(DataConfig((str(prepared),)), 1)
+    plain = load_dataset(characters, 1)
+
     tokens = [2514, 307, 50256, 273, 407, 50256]
     assert [*dataset.train, *dataset.validation] == tokens * 9
     assert dataset.tokenizer.decode(tokens) == "To be<|endoftext|>or not<|endoftext|>"
-    assert prepare(config, tmp_path / "prepared") == 54
-    mapped = load_dataset(DataConfig((str(tmp_path / "prepared"),)), 1)
+    assert count == len(tokens) * 9
     assert mapped.text.tokens_digest == dataset.text.tokens_digest
-    plain = load_dataset(dataclasses.replace(config, tokenizer="char"), 1)
+    # a newline where the tokenizer has no end of text
     assert plain.tokenizer.decode(plain.train[:13]) == "To be\nor not\n"
 
 
@@ -307,34 +353,45 @@ def test_the_end_of_text_may_be_token_0(tmp_path):
     tokenizer = BPETokenizer(backend)
     assert tokenizer.end_of_text == 0
     path = write(tmp_path, "a.jsonl", lines({"text": "Tobe"}, {"text": "not"}) * 9)
+
     dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
+
     assert tokenizer.decode(dataset.train[:9]) == "Tobe<|endoftext|>not<|endoftext|>"
 
 
 def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):
     """It read every file as text, and only .txt in folders."""
-    (tmp_path / "notes").mkdir()
-    write(tmp_path / "notes", "a.txt", "abc" * 9)
-    old = load_dataset(DataConfig((str(tmp_path / "notes"),)), 1)
-    write(tmp_path / "notes", "b.md", "d" * 9)
-    config = DataConfig((str(tmp_path / "notes"),))
-    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text).text == old.text
+    folder = tmp_path / "notes"
+    config = DataConfig((str(folder),))
+    write(folder, "a.txt", "abc" * 9)
+    old = load_dataset(config, 1)
+    write(folder, "b.md", "d" * 9)
+
+    old_again = load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text)
     new = load_dataset(config, 1)
+    new_again = load_dataset(config, 1, tokenizer=new.tokenizer, known=new.text)
+
+    assert old_again.text == old.text
     assert new.tokenizer.decode([3]) == "d"
-    assert load_dataset(config, 1, tokenizer=new.tokenizer, known=new.text).text == new.text
+    assert new_again.text == new.text
 
 
 def test_a_run_of_hidden_files_finds_its_text_again(tmp_path):
     """Versions before this one read hidden files, and no code in folders."""
-    write(tmp_path / "notes", "a.md", "abc" * 9)
-    write(tmp_path / "notes", ".draft.md", "dab" * 9)
+    folder = tmp_path / "notes"
+    config = DataConfig((str(folder),))
+    write(folder, "a.md", "abc" * 9)
+    write(folder, ".draft.md", "dab" * 9)
     text = "dab" * 9 + "abc" * 9
-    config = DataConfig((str(tmp_path / "notes"),))
     letters = CharTokenizer("abcd")
-    known = KnownText(tokens_digest_of(letters.encode(text)), digest_of(text), {})
-    write(tmp_path / "notes", "c.py", "e" * 9)
-    assert load_dataset(config, 1, tokenizer=letters, known=known).text == known
+    tokens = letters.encode(text)
+    known = KnownText(tokens_digest_of(tokens), digest_of(text), {})
+    write(folder, "c.py", "e" * 9)
+
+    old = load_dataset(config, 1, tokenizer=letters, known=known)
     new = load_dataset(config, 1)
+
+    assert old.text == known
     assert new.tokenizer.decode(range(4)) == "abce"
 
 
@@ -354,40 +411,58 @@ def tokens(tmp_path):
     """What nanoGPT's prepare.py writes, and the tokenizer."""
     np.arange(40, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(40, 60, dtype=np.uint16).tofile(tmp_path / "val.bin")
-    tokenizer = CharTokenizer("".join(map(chr, range(60))))
+    tokenizer = CharTokenizer(characters(60))
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     return tmp_path
 
 
+def characters(count, first=0):
+    return "".join(chr(code) for code in range(first, first + count))
+
+
 def test_nanogpt_s_tokens_are_its_own_splits(tokens):
-    dataset = load_dataset(DataConfig((str(tokens),)), 8)
+    config = DataConfig((str(tokens),))
+
+    dataset = load_dataset(config, 8)
+
     assert isinstance(dataset.train, np.memmap)
-    assert dataset.train.tolist() == [*range(40)]
-    assert dataset.validation.tolist() == [*range(40, 60)]
+    assert dataset.train.tolist() == list(range(40))
+    assert dataset.validation.tolist() == list(range(40, 60))
     assert len(dataset.test) == 0
     assert dataset.tokenizer.vocab_size == 60
-    whole = np.arange(60, dtype=np.uint16)
-    whole.tofile(tokens / "whole.bin")
-    single = load_dataset(DataConfig((str(tokens / "whole.bin"),), test_fraction=0.1), 2)
-    assert [*map(len, (single.train, single.validation, single.test))] == [48, 6, 6]
+
+    # a single file is split as a text is
+    np.arange(60, dtype=np.uint16).tofile(tokens / "whole.bin")
+    single_config = DataConfig((str(tokens / "whole.bin"),), test_fraction=0.1)
+    single = load_dataset(single_config, 2)
+    assert len(single.train) == 48
+    assert len(single.validation) == 6
+    assert len(single.test) == 6
     assert single.text.tokens_digest == dataset.text.tokens_digest
-    given = CharTokenizer("".join(map(chr, range(61))))
-    again = load_dataset(DataConfig((str(tokens),)), 8, tokenizer=given, known=dataset.text)
+
+    # a tokenizer that is given takes precedence over the folder's
+    larger = CharTokenizer(characters(61))
+    again = load_dataset(config, 8, tokenizer=larger, known=dataset.text)
     assert again.tokenizer.vocab_size == 61
 
 
 def test_a_run_of_the_text_beside_them_stays_one(tokens):
-    write(tokens, "input.txt", "abc" * 9)
-    old = load_dataset(DataConfig((str(tokens / "input.txt"),)), 1)
+    text = write(tokens, "input.txt", "abc" * 9)
+    old = load_dataset(DataConfig((text,)), 1)
     config = DataConfig((str(tokens),))
 
-    assert load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text).text == old.text
+    again = load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text)
+
+    assert again.text == old.text
 
 
 def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_directory):
     files = str(data_directory / "gpt2-bpe")
     config = DataConfig((str(tokens),), tokenizer="gpt2", tokenizer_files=files)
-    assert isinstance(load_dataset(config, 8).tokenizer, BPETokenizer)
+
+    dataset = load_dataset(config, 8)
+
+    assert isinstance(dataset.tokenizer, BPETokenizer)
 
 
 @pytest.mark.parametrize(
@@ -430,31 +505,44 @@ def test_damaged_tokens_are_refused(tokens, damage, message):
 
 def llm_c_shard(path, tokens):
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
+    header[0] = 20240520  # the magic number
+    header[1] = 1  # the version
+    header[2] = len(tokens)
+    numbers = np.array(tokens, np.uint16)
+    path.write_bytes(header.tobytes() + numbers.tobytes())
 
 
 def test_the_width_of_tokens_is_that_of_their_vocabulary(tmp_path):
     """uint32 for a vocabulary of more than 65,536, which uint16 can't count."""
-    for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+    for size, dtype, wrong_dtype in (
+        (65_536, np.uint16, np.uint32),
+        (65_537, np.uint32, np.uint16),
+    ):
         folder = tmp_path / str(size)
         folder.mkdir()
-        tokenizer = CharTokenizer("".join(map(chr, range(0x10000, 0x10000 + size))))
+        config = DataConfig((str(folder),))
+        tokenizer = CharTokenizer(characters(size, first=0x10000))
         (folder / "tokenizer.json").write_text(tokenizer.to_json())
         written = np.arange(size - 40, size)
         for name in ("train.bin", "val.bin"):
             written.astype(dtype).tofile(folder / name)
-        assert load_dataset(DataConfig((str(folder),)), 8).train.tolist() == written.tolist()
-        other = np.uint32 if dtype == np.uint16 else np.uint16
-        written.astype(other).tofile(folder / "val.bin")
+
+        dataset = load_dataset(config, 8)
+        assert dataset.train.tolist() == written.tolist()
+
+        written.astype(wrong_dtype).tofile(folder / "val.bin")
         with pytest.raises(ValueError, match=r"val\.bin .*vocabulary of 65,53[67]"):
-            load_dataset(DataConfig((str(folder),)), 8)
+            load_dataset(config, 8)
 
 
 def test_tokens_go_with_nothing_else(tokens):
+    file = str(tokens / "train.bin")
+    split_again = DataConfig((str(tokens),), test_fraction=0.1)
+    mixed = DataConfig((file, "pydocs"))
+
     with pytest.raises(ValueError, match="is split already: test_fraction must be 0"):
-        load_dataset(DataConfig((str(tokens),), test_fraction=0.1), 8)
+        load_dataset(split_again, 8)
     with pytest.raises(ValueError, match="can't be mixed with other data"):
-        load_dataset(DataConfig((str(tokens / "train.bin"), "pydocs")), 8)
+        load_dataset(mixed, 8)
     with pytest.raises(ValueError, match=r"train\.bin is not text but a file of arrays"):
-        prepare(DataConfig((str(tokens / "train.bin"),)), tokens / "out")
+        prepare(DataConfig((file,)), tokens / "out")
