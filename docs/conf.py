@@ -248,6 +248,11 @@ def check_pages(app: Sphinx, exception: Exception | None) -> None:
     """Copy the README to the index, and refuse pages that load from another host."""
     if exception is not None:
         return
+    # Sphinx copies the pictures of Markdown, and not those of an HTML <picture>.
+    for picture in Path(app.confdir, "pictures").glob("shapes-*.svg"):
+        folder = Path(app.outdir, "docs", "pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, folder)
     shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
     for path in Path(app.outdir).rglob("*"):
         if path.suffix in (".html", ".css", ".js", ".svg"):

@@ -1,9 +1,11 @@
-"""The README's pictures, from a model trained for a minute: `make pictures`.
+"""The pictures of the README and of docs/look.md: `make pictures`.
 
-docs/pictures/terminal.svg shows the two commands on a terminal, docs/pictures/attention.png two
-heads of the model, and docs/pictures/look*.png the live page, if there is a Chromium.
+In docs/pictures, shapes-light.svg and shapes-dark.svg show a model's drawn shapes beside the error
+of a wrong one. From a model that is trained for a minute, terminal.svg shows the two commands on a
+terminal, and look*.png the live page, if there is a Chromium.
 """
 
+import io
 import os
 import pty
 import re
@@ -11,19 +13,22 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
-import numpy as np
+from flax import nnx
 from rich.console import Console
-from rich.terminal_theme import DIMMED_MONOKAI
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, TerminalTheme
 from rich.text import Text
 
 import jgpt
 from jgpt.pictures.live import RunPage, serving
+from jgpt.shapes.trace import with_symbols
+from jgpt.training.programs import trace_forward
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -65,34 +70,68 @@ def _read(terminal: int) -> bytes:
 
 
 def draw_terminal(lines: list[str]) -> None:
-    """Write the lines as a terminal drawn by rich, in the reader's monospaced font."""
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
+    """Write the lines as a terminal."""
+    console = _console(WIDTH)
     for line in lines:
         console.print(Text(line, style="bold" if line.startswith("$ ") else ""))
-    svg = console.export_svg(title="", theme=DIMMED_MONOKAI, unique_id="terminal")
+    _write_svg(console, "terminal", DIMMED_MONOKAI)
+
+
+def draw_shapes() -> None:
+    """Write the README's model with its shapes, beside the error of its wrong call."""
+    config = jgpt.ModelConfig(vocab_size=65, num_layers=2)
+    left = ["Drawn: jgpt shapes", "", *shapes_of(config)]
+    (block,) = [row for row, line in enumerate(left) if line.lstrip().startswith("blocks.0 ")]
+    blank = [""] * (block - 1)
+    right = ["Checked: a wrong shape", *blank, *error_of(config)]  # the call stands by its block
+    width = max(len(line) for line in left) + 3
+
+    for name, theme in (("shapes-light", DEFAULT_TERMINAL_THEME), ("shapes-dark", DIMMED_MONOKAI)):
+        console = _console(width + max(len(line) for line in right))
+        for row, (drawn, message) in enumerate(zip_longest(left, right, fillvalue="")):
+            text = Text(f"{drawn:{width}}{message}")
+            if row in (0, block):
+                text.stylize("bold")
+            text.highlight_regex(r"embed_dim\}?=128", "green")
+            text.highlight_regex(r"(?<=size )12|(?<=, )12(?=\))|(?<=,)12(?=\])", "bold red")
+            console.print(text)
+        _write_svg(console, name, theme)
+
+
+def shapes_of(config: jgpt.ModelConfig) -> list[str]:
+    """The lines of `jgpt shapes`, for any batch and length."""
+    batches = (2, 3)
+    times = (config.block_size - 1, config.block_size)
+    run = jgpt.TrainConfig(model=config)
+    smaller = trace_forward(run, batches[0], times[0])
+    larger = trace_forward(run, batches[1], times[1])
+    return with_symbols(smaller, larger, {"b": batches, "t": times}).lines(2)
+
+
+def error_of(config: jgpt.ModelConfig) -> list[str]:
+    """The call of a block with 12 features, and the lines of its error."""
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    lines = [">>> model.blocks[0](jnp.ones((2, 3, 12)))"]
+    try:
+        model.blocks[0](jnp.ones((2, 3, 12)))
+    except TypeError as error:
+        for line in str(error).splitlines():
+            label = re.match(r"\w+: ", line)
+            indent = " " * len(label[0] if label else "")
+            lines += textwrap.wrap(line, 56, subsequent_indent=indent)
+        return lines
+    raise AssertionError("a wrong shape was accepted")
+
+
+def _console(width: int) -> Console:
+    return Console(record=True, width=width, file=io.StringIO())
+
+
+def _write_svg(console: Console, name: str, theme: TerminalTheme) -> None:
+    """Write what was printed, drawn by rich, in the reader's monospaced font."""
+    svg = console.export_svg(title="", theme=theme, unique_id=name)
     svg = re.sub(r"\s*@font-face {.*?}", "", svg, flags=re.DOTALL)  # fetched from another host
-    (PICTURES / "terminal.svg").write_text(svg.replace("Fira Code", "ui-monospace"))
-
-
-def draw_attention(model: jgpt.GPT, tokenizer: jgpt.CharTokenizer) -> None:
-    """Write the weights of two heads: the sharpest of the first layer, the farthest of the last."""
-    weights = np.asarray(model.attention_weights(jnp.asarray(tokenizer.encode(LINE))[None])[:, 0])
-    position = np.arange(len(LINE))
-    reach = (weights[-1] * (position[:, None] - position)).sum(-1).mean(-1)
-    heads = (
-        ("sharpest of the layer", 0, weights[0].max(-1).mean(-1).argmax()),
-        ("one that looks back farthest", len(weights) - 1, reach.argmax()),
-    )
-    figure, panels = plt.subplots(1, 2, figsize=(10, 5.3), layout="constrained")
-    for axes, (which, layer, head) in zip(panels, heads, strict=True):
-        axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=0.5)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(range(len(LINE)), LINE.replace(" ", "·"), family="monospace", fontsize=8)
-        axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-        axes.set_title(f"layer {layer + 1}, head {head + 1}: the {which}", fontsize=11)
-        axes.set_xlabel("key: the letters that it attends to; darkest from a weight of 0.5")
-    panels[0].set_ylabel("query: the letter that attends")
-    figure.savefig(PICTURES / "attention.png", dpi=120, bbox_inches="tight")
+    (PICTURES / f"{name}.svg").write_text(svg.replace("Fira Code", "ui-monospace"))
 
 
 def _wait(page: Page, condition: str) -> None:
@@ -137,14 +176,15 @@ def draw_look(run: Path) -> None:
 
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
+    draw_shapes()
     with tempfile.TemporaryDirectory() as folder:
-        output = [shown(command, folder) for command in COMMANDS]
-        model, tokenizer, _ = jgpt.load(Path(folder, "runs/will"))
+        train, sample = (shown(command, folder) for command in COMMANDS)
         if CHROMIUM is not None:
             draw_look(Path(folder, "runs/will"))
-    both = zip(COMMANDS, output, strict=True)
-    draw_terminal([line for command, lines in both for line in (f"$ {command}", *lines, "")])
-    draw_attention(model, tokenizer)
+    steps = [line for line in train if line.startswith("step ")]
+    results = [line for line in train if line.startswith("validation loss ")]
+    trained = [*train[:2], "...", steps[-1], *results]
+    draw_terminal([f"$ {COMMANDS[0]}", *trained, "", f"$ {COMMANDS[1]}", *sample])
 
 
 if __name__ == "__main__":

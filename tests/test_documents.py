@@ -8,6 +8,7 @@ import ast
 import contextlib
 import doctest
 import functools
+import html
 import io
 import json
 import os
@@ -490,6 +491,20 @@ def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
     for line, _ in commands(shell)[1:]:
         assert f"{line}\n" in shell.code
         assert f'"{line}"' in script or f"'{line}'" in script
+
+
+def test_the_readme_s_first_picture_shows_its_error_light_and_dark():
+    readme = (ROOT / "README.md").read_text()
+    pictures = re.findall(r'src(?:set)?="(docs/pictures/[^"]*)"', readme)
+    assert pictures == ["docs/pictures/shapes-dark.svg", "docs/pictures/shapes-light.svg"]
+    error = re.search(r"^Got: .*?$", readme, re.MULTILINE)
+    assert error is not None
+    for picture in pictures:
+        svg = (ROOT / picture).read_text()
+        texts = [html.unescape(text) for text in re.findall(r"<text.*?>(.*?)</text>", svg)]
+        shown = "".join(texts).replace("\N{NO-BREAK SPACE}", " ")
+        assert error[0] in shown
+        assert "blocks.0" in shown
 
 
 def names_in_modules(code: str) -> set[str]:
