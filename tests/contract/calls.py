@@ -203,16 +203,24 @@ class Listener:
 
     def __init__(self) -> None:
         self.calls: dict[Any, Call] = {}
+        self.interest: dict[Callable[..., Any], bool] = {}
 
     @property
     def jaxtyping_disable(self) -> bool:
         frame = sys._getframe(1)
         if frame.f_code.co_name == "wrapper":
             function = frame.f_locals["function"]
-            if function.__module__.startswith("jgpt.") and handles_arrays(function):
+            if self.is_of_interest(function):
                 call = Call(function, frame.f_locals["args"], frame.f_locals["kwargs"])
                 self.calls.setdefault(call.kind, call)
         return False
+
+    def is_of_interest(self, function: Callable[..., Any]) -> bool:
+        # to resolve annotations takes as long as a call, and a function is called many times
+        if function not in self.interest:
+            is_ours = function.__module__.startswith("jgpt.")
+            self.interest[function] = is_ours and handles_arrays(function)
+        return self.interest[function]
 
 
 def overheard(program: Callable[[], Any]) -> dict[str, list[Call]]:

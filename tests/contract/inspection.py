@@ -120,18 +120,25 @@ def with_arrays(package: ModuleType) -> list[str]:
     return list(found)
 
 
-def first_with_each_annotation(package: ModuleType) -> set[str]:
-    """The callables whose arrays are annotated in a way that no callable before them is."""
+def new_annotations(package: ModuleType) -> dict[str, set[str]]:
+    """Of each callable the arguments whose arrays no callable before it annotates in that way.
+
+    Its result is `return`. Callables without any are left out.
+    """
     known: set[str] = set()
-    found = set()
+    found: dict[str, set[str]] = {}
     for module in modules(package):
+        if module.__name__ in CONTRACT:
+            continue
         for name, function in callables(module):
             if not handles_arrays(function):
                 continue
-            written = {str(hint) for hint in annotations(function).values() if _has_array(hint)}
-            if not written <= known:
-                found.add(name)
-            known |= written
+            for argument, hint in annotations(function).items():
+                # what a function takes and what it returns are checked in two places
+                written = f"{argument == 'return'} {hint}"
+                if _has_array(hint) and written not in known:
+                    found.setdefault(name, set()).add(argument)
+                    known.add(written)
     return found
 
 

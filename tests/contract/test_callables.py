@@ -18,15 +18,16 @@ from jgpt.shapes.contract import check, typed
 from tests.contract.calls import DTYPES, KEY, Call, Value, array_hint, mutations, shape_mutations
 from tests.contract.inspection import (
     annotations,
-    first_with_each_annotation,
+    new_annotations,
     parts,
     unbraced,
     with_arrays,
 )
-from tests.contract.programs import GENERIC, SIZES, calls_of
+from tests.contract.programs import GENERIC, PROGRAMS, SIZES, calls_of, heard
+from tests.quick import only
 
 NAMES = with_arrays(jgpt)
-NEW_ANNOTATIONS = first_with_each_annotation(jgpt)
+NEW_ANNOTATIONS = new_annotations(jgpt)
 JUDGES = (
     "jgpt.nn.consistency._difference",
     "jgpt.nn.cache.KVCache.append_tokens",
@@ -86,36 +87,53 @@ SAMPLE: dict[str, dict[str, Any]] = {
 """A few contracts a second time by hand: what the tests read off annotations is this."""
 
 
-def slow_where_annotations_repeat(names: list[str]) -> list[Any]:
-    """Names as parameters. A callable without a new annotation is judged in the slow run alone."""
-    found = []
-    for name in names:
-        marks = () if name in NEW_ANNOTATIONS else pytest.mark.slow
-        found.append(pytest.param(name, marks=marks))
-    return found
+def test_every_callable_with_arrays_is_called_by_a_program():
+    called = set().union(*map(heard, PROGRAMS))
+    assert not set(NAMES) - called, "let a program in tests/contract/programs.py do so"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_good_call_passes_and_names_mean_one_thing(name: str):
+def test_names_mean_one_thing(name: str):
     for call in calls_of(name):
-        assert call.outcome(call.good) == "ok"
         named = {dim: sizes[0] for dim, sizes in call.sizes().items() if dim.isidentifier()}
         odd = {d: n for d, n in named.items() if d not in GENERIC and n not in SIZES[d]}
         assert not odd, f"sizes that programs.py doesn't have for these names: {odd}"
 
 
-def judged(call: Call, hints: dict[str, Any]) -> int:
-    """Make a call with each change of its arrays; return how many of them keep the annotations."""
+@pytest.mark.parametrize("name", only(NEW_ANNOTATIONS, NAMES))
+def test_a_good_call_passes(name: str):
+    for call in calls_of(name):
+        assert call.outcome(call.good) == "ok"
+
+
+def judged(call: Call, hints: dict[str, Any], arguments: set[str] | None = None) -> int:
+    """Make a call with each change of its arrays; return how many of them keep the annotations.
+
+    With arguments: each change of one of these.
+    """
     fitting = 0
     for values in mutations(call.good):
-        fits = call.fits(values, hints)
         changed = {name: value for name, value in values.items() if value != call.good[name]}
+        if arguments is not None and arguments.isdisjoint(changed):
+            continue
+        fits = call.fits(values, hints)
         assert call.outcome(values, JUDGES) == ("ok" if fits else "contract"), changed
         fitting += fits
     return fitting
 
 
-@pytest.mark.parametrize("name", slow_where_annotations_repeat(NAMES))
+@pytest.mark.parametrize("name", NEW_ANNOTATIONS)
+def test_each_new_annotation_judges_a_mutated_argument(name: str):
+    arguments = NEW_ANNOTATIONS[name] - {"return"}
+    for call in calls_of(name):
+        present = arguments & set(call.good)
+        if present:
+            judged(call, call.hints, present)
+        arguments -= present
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_each_mutated_argument_is_judged_by_the_contract(name: str):
     for call in calls_of(name):
         judged(call, call.hints)
@@ -192,18 +210,31 @@ def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
             )
 
 
+def judge_results(call: Call) -> None:
+    """Make a call whose result is wrong in each way."""
+    loose = call.name.removeprefix("jgpt.") in LOOSE
+    result = call.again(call.good)
+    for answer in wrong_values(call.signature.return_annotation, result, loose):
+        with pytest.raises(TypeCheckError) as caught:
+            call.again(call.good, lying(call, answer))
+        assert str(caught.value).startswith(f"{call.name}() returned a wrong result."), answer
+
+
+NAMES_WITH_RESULTS = [name for name in NAMES if not name.endswith("__init__")]
+
+
 @pytest.mark.parametrize(
-    "name",
-    slow_where_annotations_repeat([name for name in NAMES if not name.endswith("__init__")]),
+    "name", [name for name in NAMES_WITH_RESULTS if "return" in NEW_ANNOTATIONS.get(name, set())]
 )
+def test_a_wrong_result_of_a_new_annotation_is_blamed_on_the_return(name: str):
+    judge_results(calls_of(name)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES_WITH_RESULTS)
 def test_a_wrong_result_is_blamed_on_the_return(name: str):
-    loose = name.removeprefix("jgpt.") in LOOSE
     for call in calls_of(name):
-        result = call.again(call.good)
-        for answer in wrong_values(call.signature.return_annotation, result, loose):
-            with pytest.raises(TypeCheckError) as caught:
-                call.again(call.good, lying(call, answer))
-            assert str(caught.value).startswith(f"{name}() returned a wrong result."), answer
+        judge_results(call)
 
 
 @pytest.mark.parametrize("axis", [0, 2], ids=["chunks", "chunk"])
