@@ -46,8 +46,12 @@ def test_another_future_changes_nothing_before_it(family):
 
 def test_initial_parameters_are_those_of_gpt2():
     # large enough that the spread of each kernel is known to a percent
-    small = {"vocab_size": 999, "embed_dim": 192, "num_layers": 3}
-    config = dataclasses.replace(preset("gpt2").model, **small)
+    config = dataclasses.replace(
+        preset("gpt2").model,
+        vocab_size=999,
+        embed_dim=192,
+        num_layers=3,
+    )
     model = GPT(config, rngs=nnx.Rngs(0))
 
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -60,12 +64,15 @@ def test_initial_parameters_are_those_of_gpt2():
         elif path[-1] == "scale":
             assert (values == 1).all()
         else:
-            # what writes into the residual stream does so twice in each of 3 layers
-            std = 0.02 / math.sqrt(6) if "projection" in path else 0.02
+            std = 0.02
+            if "projection" in path:
+                # what writes into the residual stream does so twice in each of 3 layers
+                std = 0.02 / math.sqrt(6)
             assert values.std() == pytest.approx(std, rel=0.01), path
             assert abs(values.mean()) < 0.05 * std, path
             # of a normal distribution 68.3 % are within a standard deviation, of a uniform one 58 %
-            assert (abs(values) < std).mean() == pytest.approx(0.683, abs=0.02), path
+            within = (abs(values) < std).mean()
+            assert within == pytest.approx(0.683, abs=0.02), path
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -106,8 +113,11 @@ def test_parameters_differ_from_each_other_and_from_another_seed_s():
 
 @pytest.mark.parametrize("family", ["nanogpt", "modern"])
 def test_longer_inputs_than_the_block_are_refused(family):
+    model = random_gpt(family)
+    tokens = tokens_of(0, time=BLOCK_SIZE + 1)
+
     with pytest.raises(ValueError, match="12 tokens are more than block_size=11"):
-        random_gpt(family)(tokens_of(0, time=BLOCK_SIZE + 1))
+        model(tokens)
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -117,14 +127,19 @@ def test_a_block_of_one_s_own_is_the_one_that_runs(remat):
             return x
 
     model = random_gpt("gpt2", remat=remat)
-    blocks: list[Block] = [Nothing(model.config, rngs=nnx.Rngs(0)) for _ in range(2)]
+    nothing = Nothing(model.config, rngs=nnx.Rngs(0))
+    again = Nothing(model.config, rngs=nnx.Rngs(0))
+    blocks: list[Block] = [nothing, again]
     model.blocks = nnx.List(blocks)
+    tokens = jnp.arange(BLOCK_SIZE)[None]
 
     def with_and_without_blocks(tokens):
-        without = model.logits(model.final_norm(model.embed(tokens)))
+        x = model.embed(tokens)
+        without = model.logits(model.final_norm(x))
         return model(tokens), without
 
-    found, expected = compiled(with_and_without_blocks, jnp.arange(BLOCK_SIZE)[None])
+    found, expected = compiled(with_and_without_blocks, tokens)
+
     np.testing.assert_array_equal(found, expected)
 
 
@@ -135,27 +150,36 @@ def test_a_scan_decodes_as_a_loop_does():
     model = random_gpt("modern", scan_layers=True)
     tokens = tokens_of(1)
     cache = model.empty_cache(2)
-    read = nnx.jit(lambda model, cache, tokens: model(tokens, cache=cache))
+
+    @nnx.jit
+    def read(model, cache, tokens):
+        return model(tokens, cache=cache)
 
     logits = []
     for time in range(tokens.shape[1]):
-        logits.append(read(model, cache, tokens[:, time : time + 1]))
+        token = tokens[:, time : time + 1]
+        logits.append(read(model, cache, token))
 
     found = np.concatenate(logits, axis=1)
     expected = compiled(model, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(abs(expected).max()))
+    tolerance = 1e-5 * float(abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 def test_a_scan_needs_blocks_that_are_alike():
     model = random_gpt("gpt2", scan_layers=True)
     model.blocks[1].attention.causal = False
+
     with pytest.raises(ValueError, match="scan_layers=True needs blocks that differ in their w"):
         jax.eval_shape(model, tokens_of(1))
 
 
 def test_models_hold_parameters_only():
     model = GPT(config_of("gpt2", dropout=0.5), rngs=nnx.Rngs(0))
-    assert not nnx.state(model, nnx.Not(nnx.Param))
+
+    others = nnx.state(model, nnx.Not(nnx.Param))
+
+    assert not others
 
 
 @pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
@@ -167,19 +191,28 @@ def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, betwe
     wide = GPT(config_of(family, zero_init=False), rngs=nnx.Rngs(0))
     block = model.blocks[0]
 
-    def parts(tokens):
+    def wide_parts(tokens):
         x = model.embed(tokens)
-        normed = block.attention_norm(x.astype(jnp.bfloat16))
-        return x, normed, block(x), cross_entropy(model(tokens), tokens), block.attention(x)
+        narrow_x = x.astype(jnp.bfloat16)
+        loss = cross_entropy(model(tokens), tokens)
+        return x, block.attention_norm(narrow_x), block(x), loss
 
-    *always_wide, attended = jax.eval_shape(parts, tokens_of(1))
-    found, expected = compiled(lambda tokens: (model(tokens), wide(tokens)), tokens_of(1))
+    def attended(tokens):
+        return block.attention(model.embed(tokens))
 
-    assert {array.dtype.name for array in always_wide} == {"float32"}
-    assert attended.dtype == between
+    def narrow_and_wide(tokens):
+        return model(tokens), wide(tokens)
+
+    tokens = tokens_of(1)
+    found, expected = compiled(narrow_and_wide, tokens)
+
+    for part in jax.eval_shape(wide_parts, tokens):
+        assert part.dtype == jnp.float32
+    assert jax.eval_shape(attended, tokens).dtype == between
     assert jax.tree.leaves(nnx.state(model))[0].dtype == jnp.float32
     # the same parameters, and bfloat16 has 8 bits: a few hundredths of the spread of the logits
-    np.testing.assert_allclose(np.float32(found), expected, atol=0.03 * float(jnp.std(expected)))
+    tolerance = 0.03 * float(jnp.std(expected))
+    np.testing.assert_allclose(np.float32(found), expected, atol=tolerance)
 
 
 def test_narrow_parameters_still_give_wide_norms_and_losses():
@@ -198,19 +231,27 @@ def test_narrow_parameters_still_give_wide_norms_and_losses():
 def test_a_bigram_s_rows_are_the_logits():
     model = BigramLM(83, rngs=nnx.Rngs(0))
     table = np.asarray(model.table.embedding[...])
+    tokens = np.array([[3, 82, 0], [82, 82, 5]])
+
+    evaluated = model(jnp.asarray(tokens), rngs=None)
+    trained = model(jnp.asarray(tokens), rngs=nnx.Rngs(dropout=1))
+
     assert table.shape == (83, 83)
     assert abs(table.mean()) < 0.05
     assert abs(table.std() - 1) < 0.05
-    tokens = jnp.array([[3, 82, 0], [82, 82, 5]])
-    for rngs in None, nnx.Rngs(dropout=1):
-        assert np.array_equal(model(tokens, rngs=rngs), table[np.asarray(tokens)])
+    assert np.array_equal(evaluated, table[tokens])
+    assert np.array_equal(trained, table[tokens])
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     """1030 tokens, padded to 1152 inside the product."""
-    changes = {"vocab_size": 1030, "tie_embeddings": tied, "head_bias": not tied}
-    model = random_gpt("lecture", **changes)
+    model = random_gpt(
+        "lecture",
+        vocab_size=1030,
+        tie_embeddings=tied,
+        head_bias=not tied,
+    )
     x = normal(1, 2, 5, EMBED_DIM)
     gradient = normal(2, 2, 5, 1030)
     kernel = model.token_embedding.embedding[...].T
@@ -223,25 +264,31 @@ def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     def by_hand(x):
         return x @ kernel + bias
 
-    def logits_and_gradients(x):
-        found, pull_back = jax.vjp(model.logits, x)
-        expected, pull_back_by_hand = jax.vjp(by_hand, x)
-        return (found, expected), (*pull_back(gradient), *pull_back_by_hand(gradient))
+    def logits_and_gradient(function, x):
+        logits, pull_back = jax.vjp(function, x)
+        (x_gradient,) = pull_back(gradient)
+        return logits, x_gradient
 
-    logits, gradients = compiled(logits_and_gradients, x)
+    def found_and_expected(x):
+        return logits_and_gradient(model.logits, x), logits_and_gradient(by_hand, x)
 
+    found, expected = compiled(found_and_expected, x)
+
+    logits, x_gradient = found
+    expected_logits, expected_x_gradient = expected
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
         assert 1152 not in leaf.shape
-    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(x_gradient, expected_x_gradient, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("batch", "time", "table_stands"), [(1, 1, 0), (1, 3, 1), (2, 1, 1)])
 def test_a_tied_head_is_not_copied_for_one_row(batch, time, table_stands):
     """XLA's CPU backend transposes a table on the right of a product of one row."""
     model = random_gpt("nanogpt")
+    x = jnp.ones((batch, time, EMBED_DIM))
 
-    jaxpr = jax.make_jaxpr(model.logits)(jnp.ones((batch, time, EMBED_DIM)))
+    jaxpr = jax.make_jaxpr(model.logits)(x)
 
     (product,) = equations(jaxpr, "dot_general")
     assert VOCAB in product.invars[table_stands].aval.shape
@@ -252,12 +299,14 @@ def test_learned_positions_past_the_block_are_named():
     """They are looked up in a table, too, but are no tokens of a vocabulary."""
     model = random_gpt("nanogpt", block_size=3, num_layers=1)
     cache = model.empty_cache(1)
+    token = jnp.array([[5]])
+    outside = jnp.array([[17]])
+
     for _ in range(3):
-        model(jnp.array([[5]]), cache=cache)
+        model(token, cache=cache)
 
     with pytest.raises(ValueError, match=r"^position 3 is past block_size=3, where the learned"):
-        model(jnp.array([[5]]), cache=cache)
-    with pytest.raises(
-        ValueError, match=r"^token 17 at batch index 0, position 0 is outside the voc"
-    ):
-        model(jnp.array([[17]]), cache=model.empty_cache(1))
+        model(token, cache=cache)
+    message = "^token 17 at batch index 0, position 0 is outside the voc"
+    with pytest.raises(ValueError, match=message):
+        model(outside, cache=model.empty_cache(1))
