@@ -15,6 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
+from jgpt.cli import runs
+from jgpt.cli.commands.shapes import shapes as draw_shapes
+from jgpt.config import ModelConfig
 from jgpt.nn.attention import split_heads
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.trace import with_symbols
@@ -541,6 +544,42 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "--depth 0 must be positive" in no_depth
     two_pictures = refused("shapes", "tiny", "--decode", "--train")
     assert "--decode and --train are two pictures" in two_pictures
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5])
+def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monkeypatch):
+    config = ModelConfig(
+        vocab_size=17, block_size=block_size, embed_dim=12, num_heads=2, num_layers=1
+    )
+    monkeypatch.setattr(runs, "config_of", lambda *_: jgpt.TrainConfig(model=config))
+    time = 1 if block_size == 1 else "t"
+    (line,) = draw_shapes("tiny", json=True)
+    tree = json.loads(line)
+    assert tree["arguments"]["tokens"][0]["dimensions"] == [["batch", "b"], ["time", time]]
+    assert tree["results"][0]["dimensions"] == [["batch", "b"], ["time", time], ["vocab_size", 17]]
+    assert "+1" not in line
+    assert "?" not in line
+
+    (line,) = draw_shapes("tiny", time=1, json=True)
+    tree = json.loads(line)
+    assert tree["arguments"]["tokens"][0]["dimensions"] == [["batch", "b"], ["time", 1]]
+    assert "*t" not in line
+    assert "?" not in line
+
+    (line,) = draw_shapes("tiny", batch=3, train=True, json=True)
+    assert ('"t+1"' in line) == (block_size > 1)
+    assert "?" not in line
+
+
+def test_a_size_that_is_given_is_a_factor_of_a_product():
+    @jgpt.typed
+    def flattened(x: Float[Array, "batch time"]) -> Float[Array, "tokens"]:
+        return x.reshape(-1)
+
+    first = jgpt.shape_trace(flattened, jnp.ones((3, 4)))
+    second = jgpt.shape_trace(flattened, jnp.ones((3, 5)))
+    named = with_symbols(first, second, {"b": (3, 3), "t": (4, 5)})
+    assert str(named).splitlines()[-1].split() == ["result", "float32[tokens=3*t]"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")

@@ -299,15 +299,32 @@ def with_symbols(
 ) -> ShapeTrace:
     """Return a trace whose sizes have names where they differ from those of another trace.
 
-    `symbols` has the two sizes of each name. Other sizes that differ are `?`.
+    `symbols` has the two sizes of each name. They need differences of their own, so that no size
+    is also one more than another. Other sizes that differ are `?`.
     """
-    names = {sizes: name for name, sizes in symbols.items()}
-    # The product of all sizes, such as a batch's tokens in one dimension.
-    first_product, second_product = map(math.prod, zip(*symbols.values(), strict=True))
-    names[first_product, second_product] = "*".join(symbols)
-    # One more than each size, such as the tokens of a text with their targets.
+    # A size that is the same in both traces is a number.
+    open_sizes = {}
+    factor = 1
     for name, (first_size, second_size) in symbols.items():
+        if first_size == second_size:
+            factor *= first_size
+        else:
+            open_sizes[name] = (first_size, second_size)
+
+    names = {}
+    # One more than each size, such as the tokens of a text with their targets.
+    for name, (first_size, second_size) in open_sizes.items():
         names[first_size + 1, second_size + 1] = f"{name}+1"
+    # The product of all sizes, such as a batch's tokens in one dimension.
+    first_product = math.prod([factor, *(sizes[0] for sizes in open_sizes.values())])
+    second_product = math.prod([factor, *(sizes[1] for sizes in open_sizes.values())])
+    factors = list(open_sizes)
+    if factor > 1:
+        factors.insert(0, str(factor))
+    names[first_product, second_product] = "*".join(factors)
+    # The plain names come last: the product of a batch with one token is the batch.
+    for name, sizes in open_sizes.items():
+        names[sizes] = name
 
     def named(first_leaf: Any, second_leaf: Any) -> Any:
         if first_leaf == second_leaf:

@@ -47,7 +47,8 @@ def shapes(
         # Traced with two batches and two lengths: a size that differs is named after what fits
         # both. One that was given is the same in both, and stays a number.
         longest = config.model.block_size
-        batches = (batch or 2, batch or 3)
+        # Two batches differ by 2 and two lengths by 1, so that no batch is a length, nor one more.
+        batches = (batch or 2, batch or 4)
         times = (time or max(longest - 1, 1), time or longest)
         traced = trace(config, batches[0], times[0])
         if batches[0] != batches[1] or times[0] != times[1]:
