@@ -62,6 +62,7 @@ docs/idea
 :hidden:
 :caption: Shapes
 docs/shapes_in_your_code
+docs/shared_sizes
 docs/shapes
 docs/static
 ```
