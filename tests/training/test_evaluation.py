@@ -11,6 +11,7 @@ from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import evaluation_windows
 from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator, plan_evaluations
+from jgpt.training.objective import loss_dtype
 from jgpt.training.state import init_state
 from jgpt.training.step import make_eval_step
 
@@ -294,3 +295,18 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399
     assert found == pytest.approx(in_one_sum, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "expected"),
+    [
+        ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "float64", "float64"),
+        ("float64", "float32", "float64"),
+        ("auto", "bfloat16", "float32"),
+    ],
+)
+def test_losses_have_the_widest_dtype_of_weights_and_products(dtype, param_dtype, expected):
+    config = ModelConfig(dtype=dtype, param_dtype=param_dtype)
+
+    assert loss_dtype(config) == expected
