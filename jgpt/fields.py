@@ -41,6 +41,7 @@ INT32 = at_most(2**31 - 1)
 POSITIVE = Rule("be positive", lambda value: value > 0)
 NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
 FRACTION = Rule("be at least 0 and below 1", lambda value: 0 <= value < 1)
+# A beta2 of 0.99999999999 trained nothing, and an ema_decay of 0.99999999 ended in NaN.
 DECAY_RATE = Rule(
     "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1",
     lambda value: 0 <= value < 1 - 2**-25,
@@ -62,20 +63,28 @@ def validate(config: Any) -> None:
     for name, (hint, annotated) in _hints(type(config)).items():
         value = getattr(config, name)
         if not _has_type(value, hint):
-            advice = ": its item() is one" if hasattr(value, "item") else ""  # a NumPy scalar
+            advice = ""
+            if hasattr(value, "item"):  # a NumPy scalar
+                advice = ": its item() is one"
             raise ValueError(
                 Message(
                     Field(name),
                     f" must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}",
                 )
             )
-        rules = [FINITE] if isinstance(value, (int, float)) else []
-        for kind in (annotated, *get_args(annotated)):  # in `Count | None`, also Count
-            if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
-                rules += kind.__metadata__
-        for rule in rules:
+        for rule in _rules_for(value, annotated):
             if not rule.holds(value):
                 raise ValueError(Message(Field(name, value), f" must {rule.text}"))
+
+
+def _rules_for(value: Any, annotated: Any) -> Iterator[Rule]:
+    """Yield the rules for a value in the annotation of its field."""
+    if isinstance(value, (int, float)):
+        yield FINITE
+    # In `Count | None` the rules are those of Count, and None has none.
+    for kind in (annotated, *get_args(annotated)):
+        if hasattr(kind, "__metadata__") and _has_type(value, kind.__origin__):
+            yield from kind.__metadata__
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -85,12 +94,15 @@ def _has_type(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in kinds
     if get_origin(hint) is tuple:
+        # Every item, where beartype checks one at random: a number among paths passed now and then.
         return isinstance(value, tuple) and all(_has_type(item, kinds[0]) for item in value)
     if get_origin(hint) in (typing.Union, UnionType):
         return any(_has_type(value, kind) for kind in kinds)
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+    if hint is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, hint)
 
 
 def _in_words(hint: Any) -> str:
@@ -177,11 +189,12 @@ class Code(Fields):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
         except (TypeError, OSError):
             return cls(name)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        modules = [
-            (file.relative_to(path.parent).as_posix(), sha256)
-            for file, sha256 in imported_beside(path).items()
-        ]
+        shown = path
+        if path.is_relative_to(Path.cwd()):
+            shown = path.relative_to(Path.cwd())
+        modules = []
+        for file, sha256 in imported_beside(path).items():
+            modules.append((file.relative_to(path.parent).as_posix(), sha256))
         return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
 
 
@@ -245,8 +258,11 @@ Make = Callable | Code | None
 
 def values_without_code(config: Any) -> dict[str, Any]:
     """Return the fields by name, without custom code."""
-    names = (each.name for each in dataclasses.fields(config))
-    return {name: getattr(config, name) for name in names if name != "make"}
+    values = {}
+    for field in dataclasses.fields(config):
+        if field.name != "make":
+            values[field.name] = getattr(config, field.name)
+    return values
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -296,8 +312,15 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
         nested: Any = hints.get(name)
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):
             value = _from_dict(nested, value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
+        fields[name] = _as_tuple(value)
     return kind(**fields)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, since JSON has no tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set[str]) -> Code:
@@ -306,6 +329,6 @@ def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set
     others = []
     for name, value in values.items():
         if name not in known:
-            others.append((name, tuple(value) if isinstance(value, list) else value))
+            others.append((name, _as_tuple(value)))
     modules = tuple(dict(recorded.get("modules", {})).items())
     return Code(**recorded | {"fields": tuple(others), "modules": modules})
