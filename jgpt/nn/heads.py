@@ -93,8 +93,12 @@ class Head(_Attention):
         self.rotary_base = ModelConfig.rotary_base
         # the defaults of ModelConfig.qk_norm_epsilon and qk_norm_scale
         norm = functools.partial(RMSNorm, head_dim, epsilon=1e-6, use_scale=False)
-        self.query_norm = norm() if qk_norm else None
-        self.key_norm = norm() if qk_norm else None
+        if qk_norm:
+            self.query_norm = norm()
+            self.key_norm = norm()
+        else:
+            self.query_norm = None
+            self.key_norm = None
         self.query = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
         self.key = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
         self.value = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
@@ -161,8 +165,12 @@ class MultiHeadAttention(_Attention):
             use_scale=config.qk_norm_scale,
             param_dtype=config.param_dtype,
         )
-        self.query_norm = norm() if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
+        if config.qk_norm:
+            self.query_norm = norm()
+            self.key_norm = norm()
+        else:
+            self.query_norm = None
+            self.key_norm = None
         features = self.num_heads * self.head_dim
         kv_features = self.num_kv_heads * self.head_dim
         # Whole heads are sharded: each device of a mesh has some heads with all their features.
@@ -194,7 +202,9 @@ class MultiHeadAttention(_Attention):
         With a `cache`, keys and values of `x` are appended to it, and `x` attends over it.
         """
         drops_weights = rngs is not None and self.dropout > 0
-        if cache is not None and (context is not None or drops_weights or not self.causal):
+        # A cache has keys of the past alone, each computed once for all later queries.
+        fits_cache = self.causal and context is None and not drops_weights
+        if cache is not None and not fits_cache:
             raise ValueError("a KV cache is for causal self-attention in evaluation")
         source = x if context is None else context
         position = None  # from 0 on

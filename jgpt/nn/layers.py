@@ -54,7 +54,11 @@ class Linear(Module):
         bias = jnp.zeros(out_features, param_dtype)
         # The mesh axes that shard a parameter follow from its dimension names.
         self.kernel = parameter(kernel, *dimensions)
-        self.bias = parameter(bias, dimensions[1]) if use_bias else None
+        if use_bias:
+            _, out_dimension = dimensions
+            self.bias = parameter(bias, out_dimension)
+        else:
+            self.bias = None
 
     @typed
     def __call__(

@@ -9,6 +9,10 @@ from jgpt.nn.layers import Embedding
 from jgpt.nn.module import Module
 from jgpt.shapes.contract import typed
 
+# 2**32 divided by the golden ratio (Fibonacci hashing; Knuth, The Art of Computer Programming,
+# volume 3, section 6.4): neighbouring tokens land far apart.
+_MULTIPLIER = 0x9E3779B1
+
 
 class NGramEmbedding(Module):
     """Hashed n-gram embeddings: the sum over sizes of the n-gram that ends at each position.
@@ -37,6 +41,7 @@ class NGramEmbedding(Module):
     @typed
     def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
         """Return the table row of each size's n-gram, by hash."""
+        time = tokens.shape[1]
         longest = max(self.sizes)
         padding = ((0, 0), (longest - 1, 0))
         padded = jnp.pad(tokens, padding, constant_values=-1)  # batch longest-1+time
@@ -45,12 +50,12 @@ class NGramEmbedding(Module):
         hashed = jnp.zeros(tokens.shape, jnp.uint32)  # batch time
         rows = []
         for size in range(1, longest + 1):
-            # the token `size - 1` before each position
-            earlier = padded[:, longest - size : padded.shape[1] - size + 1]  # batch time
+            start = longest - size
+            earlier = padded[:, start : start + time]  # batch time: the token `size - 1` before
             symbol = (earlier + 1).astype(jnp.uint32)  # 0 is a missing token
-            # Fibonacci hashing: multiply by 2**32 / golden ratio, then fold high bits into low
-            # ones. Otherwise the remainder below would depend only on the low bits.
-            hashed = (hashed + symbol) * jnp.uint32(0x9E3779B1)
+            hashed = (hashed + symbol) * jnp.uint32(_MULTIPLIER)
+            # High bits are folded into low ones; otherwise the remainder below would depend only on
+            # the low bits.
             hashed = hashed ^ (hashed >> 15)
             if size in self.sizes:
                 remainder = hashed % jnp.uint32(self.num_rows)
