@@ -107,7 +107,8 @@ def _forward(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> tuple[
 def _backward(
     dimensions: Dimensions, dtype: DTypeLike, residuals: None, gradient: Any
 ) -> tuple[Any]:
-    # Sharded again, so that XLA adds up the devices' gradients by a reduce-scatter.
+    # Sharded again, so that XLA adds up the devices' gradients by a reduce-scatter. The transpose
+    # of a plain sharding constraint replicates them, by an all-reduce.
     return (shard_by_name(gradient, *dimensions),)
 
 

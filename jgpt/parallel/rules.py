@@ -68,7 +68,7 @@ def spec_of(
         _, units = _name_and_units(dimension)
         if units is None:
             units = size
-        # By all axes of a dimension, or by none of them.
+        # By all axes of a dimension, or by none of them: 50,257 tokens have no half.
         if axes and units % _product_of_sizes(axes, mesh) == 0:
             parts.append(axes)
         else:
@@ -166,6 +166,8 @@ def specs_like(tree: Any, weights: Any) -> Any:
 
 def without_trailing_none(spec: PartitionSpec) -> PartitionSpec:
     """Return the shortest spec of the same sharding: P("fsdp") for P("fsdp", None)."""
+    # Compiled programs return this spelling. A state with another one makes the second call of the
+    # train steps compile them again.
     axes = list(spec)
     while axes and axes[-1] is None:
         axes.pop()
