@@ -100,6 +100,7 @@ def window_starts(
             f"{tokens} tokens are too few or too many for windows of {block_size + 1}: at least "
             "one window and fewer than 2**32 tokens are needed"
         )
+    # As uint32, since `jit` would make an int32 of a Python int, which overflows from 2**31 on.
     return _window_starts(np.uint32(seed), first_step, np.uint32(positions), steps, batch_size)
 
 

@@ -174,7 +174,8 @@ def last_split_point(text: str) -> int:
 
     The index is after a single newline if there is one, else before a space.
     """
-    # Tokenizers keep several spaces and newlines together, so none of these runs is split.
+    # Tokenizers keep several spaces and newlines together, so none of these runs is split: the
+    # tokens of the chunks are those of the whole text.
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, end)) > 0:
         if not (text[newline - 1].isspace() or text[newline + 1].isspace()):
@@ -306,7 +307,7 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
             raise ConnectionError(wrong)
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, data)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException) as error:  # a cut connection is no OSError
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # the error keeps the connection open
         missing = ""
@@ -569,6 +570,7 @@ def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
     """Yield UTF-8 text, decoded strictly in blocks; the last block is empty."""
+    # Incremental, since a block may end inside a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     received = 0
     block = None
@@ -598,7 +600,7 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
             place = received - len(block) + nul
             beginning += file.read(_LOOKED_AT)
             encoding = _encoding_with_nuls(beginning)
-            kind = "binary" if encoding is None else encoding
+            kind = encoding or "binary"
             reason = f"is {kind}, not UTF-8 text: byte {place} is NUL"
             raise ValueError(_why_not_text(name, reason, beginning, encoding))
         yield text
