@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +37,19 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name, valid, requirement in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
-        ):
-            if not valid:
-                raise ValueError(
-                    Message(Field(name, getattr(self, name)), f" must be {requirement}")
-                )
+        # Written as what a value must be, so that NaN, which compares as false, is an error, too.
+        if not 0 <= self.temperature < math.inf:
+            self._raise("temperature", "0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            self._raise("top_k", "at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            self._raise("top_p", "in (0, 1]")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            self._raise("min_p", "in [0, 1]")
+
+    def _raise(self, name: str, requirement: str) -> NoReturn:
+        value = getattr(self, name)
+        raise ValueError(Message(Field(name, value), f" must be {requirement}"))
 
 
 @typed
@@ -112,8 +116,10 @@ def _keep_nucleus(
     # A token is in the nucleus while the probabilities before it add up to less than `top_p`. That
     # sum is read from the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below
     # 0.8.
-    count = 1 + (cumulative[:, :-1] < top_p).sum(axis=-1)  # batch
-    smallest_kept = jnp.take_along_axis(descending, count[:, None] - 1, axis=-1)[:, 0]  # batch
+    sum_before = cumulative[:, :-1]  # batch vocab-1: of each token but the first, always kept
+    count = 1 + (sum_before < top_p).sum(axis=-1)  # batch
+    last_kept = count[:, None] - 1  # batch 1
+    smallest_kept = jnp.take_along_axis(descending, last_kept, axis=-1)[:, 0]  # batch
     return _keep_largest(logits, smallest_kept, count)
 
 
@@ -129,14 +135,17 @@ def _draw_by_weight(
     batch, vocab = weights.shape
     # about as many blocks as tokens in a block, so that both sums are short
     block_size = math.isqrt(vocab)
-    num_blocks = -(-vocab // block_size)
+    num_blocks = -(-vocab // block_size)  # rounded up
     # The padding has weight 0 and is never drawn.
-    padded = jnp.pad(weights, ((0, 0), (0, num_blocks * block_size - vocab)))
+    padding = num_blocks * block_size - vocab
+    padded = jnp.pad(weights, ((0, 0), (0, padding)))
     blocks = padded.reshape(batch, num_blocks, block_size)
     uniform = jax.random.uniform(key, (batch, 2), weights.dtype)
-    block = _inverse_transform(blocks.sum(axis=-1), uniform[:, 0])  # batch
+    weight_of_block = blocks.sum(axis=-1)  # batch num_blocks
+    block = _inverse_transform(weight_of_block, uniform[:, 0])  # batch
     weights_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * block_size + _inverse_transform(weights_in_block, uniform[:, 1])
+    place_in_block = _inverse_transform(weights_in_block, uniform[:, 1])  # batch
+    return block * block_size + place_in_block
 
 
 @typed
@@ -150,10 +159,12 @@ def _keep_largest(
     A threshold alone would keep every tie, and bfloat16 causes many. Among ties the first are kept:
     counting them takes a tenth of the time of a sort that also moves indices.
     """
-    larger = logits > smallest[:, None]  # batch vocab
-    ties = logits == smallest[:, None]
+    threshold = smallest[:, None]  # batch 1
+    larger = logits > threshold  # batch vocab
+    ties = logits == threshold  # batch vocab
     room = count - larger.sum(axis=-1)  # batch: the number of ties that are kept
-    first_ties = ties & (jnp.cumsum(ties, axis=-1) <= room[:, None])
+    ties_so_far = jnp.cumsum(ties, axis=-1)  # batch vocab
+    first_ties = ties & (ties_so_far <= room[:, None])
     return jnp.where(larger | first_ties, logits, -jnp.inf)
 
 
@@ -163,7 +174,9 @@ def _inverse_transform(
 ) -> Int[Array, " batch"]:
     """Draw a choice for each row by weight, from a number in [0, 1); never one of weight 0."""
     # Partial sums may round, which hides a weight of 0: its sum becomes one that is never reached.
-    total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)
+    total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)  # batch choices
     # In (0, 1], times the last sum, so that the largest number still reaches the last choice.
-    reached = total >= (1 - uniform[:, None]) * total.max(axis=-1, keepdims=True)
+    last_total = total.max(axis=-1, keepdims=True)  # batch 1
+    wanted = (1 - uniform[:, None]) * last_total
+    reached = total >= wanted  # batch choices
     return jnp.argmax(reached, axis=-1).astype(jnp.int32)  # the first sum that is reached

@@ -20,7 +20,8 @@ def mean_loss(
     model: LanguageModel, window: Int[Array, "batch window"], key: Key[Array, ""]
 ) -> Float[Array, ""]:
     """Return the mean loss of all targets, with dropout; `key` is its PRNG key."""
-    x = model.hidden(window[:, :-1], rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
+    inputs = window[:, :-1]  # batch time
+    x = model.hidden(inputs, rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
 
@@ -30,7 +31,8 @@ def target_losses(
     model: LanguageModel, window: Int[Array, "batch window"]
 ) -> Float[Array, "batch window-1"]:
     """Return the loss of each target, without dropout."""
-    x = model.hidden(window[:, :-1])  # batch time embed_dim
+    inputs = window[:, :-1]  # batch time
+    x = model.hidden(inputs)  # batch time embed_dim
     max_rows = _max_rows(model, window[:, 1:].size)
     return token_losses_from(x, window[:, 1:], model.logits, max_rows)
 
