@@ -298,7 +298,9 @@ def hf_config(
     for theirs, ours in format.fields:
         written[theirs] = values[ours]
     # `write_tensors` widens all other dtypes to float32.
-    written["dtype"] = "float64" if config.param_dtype == "float64" else "float32"
+    written["dtype"] = "float32"
+    if config.param_dtype == "float64":
+        written["dtype"] = "float64"
     if kind == "gpt2":
         # transformers doesn't use this field; other programs read it as the context length.
         written["n_ctx"] = config.block_size
@@ -332,7 +334,9 @@ def _natural_type(config: ModelConfig) -> str:
     """Return the `model_type` whose format expresses most of a model."""
     if config.positions != "rotary":
         return "gpt2"
-    return "qwen3" if config.qk_norm else "llama"
+    if config.qk_norm:
+        return "qwen3"
+    return "llama"
 
 
 def _in_words_of(

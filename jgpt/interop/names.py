@@ -64,7 +64,8 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
             entries = dict(entries)
             entries[table] = entries.pop(_HEAD)
     require_names(found=set(entries), wanted=set(layout) | set(copies))
-    # All shapes are checked before any tensor is read: a large one may take minutes.
+    # All shapes are checked before any tensor is read: a large one may take minutes, and a sparse
+    # file of 34 GB was a MemoryError.
     for name, stored in (layout | copies).items():
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
