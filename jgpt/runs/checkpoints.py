@@ -130,6 +130,7 @@ class Checkpoints:
             self.run.require_in_place()  # or the checkpoint would go into another run
         self._save_began = time.monotonic()
         self._save_ended = None
+        # Each block's arrays apart, so that runs with and without a scan load the same checkpoints.
         state = unstack_state(state)
         partial = self._path / f"saving-{step}"
         ocp = self._open_orbax()
@@ -138,6 +139,7 @@ class Checkpoints:
             weights=ocp.args.StandardSave(state.weights),
             optimizer=ocp.args.StandardSave(state.optimizer),
         )
+        # Under another name until it is complete, so that a killed process leaves no checkpoint.
         try:
             self._orbax.save(partial, args=parts)  # returns before the files are written
         except Exception as error:
@@ -402,7 +404,8 @@ class Checkpoints:
             raise self._failed(step, error) from error
         finally:
             self._save_ended = time.monotonic()
-        # otherwise a loss that is not finite could delete the last good checkpoint
+        # An unevaluated state deletes nothing yet: if its loss is not finite, the last good
+        # checkpoint is still needed.
         if unevaluated is None:
             self._delete_old()
 

@@ -49,6 +49,7 @@ _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 _LONGEST_LINE = 1 << 20
+"""The limit of a line in bytes; a metrics.jsonl without a newline would be read whole."""
 
 Mode = Literal["new", "resume", "overwrite"]
 """What a start does with an existing run in its directory."""

@@ -86,7 +86,7 @@ def verify(directory: Path) -> Manifest:
         if name not in manifest.files:
             raise ValueError(f"{path} is not in the manifest")
         size, sha = manifest.files[name]
-        # The size finds a truncated file without reading any.
+        # Before any byte is read: the size finds a truncated file, and a sparse file of any size.
         if path.stat().st_size != size:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
         if sha256_of(path) != sha:
@@ -105,6 +105,7 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
 def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
     try:
+        # `read_file` has a limit: a manifest of 3 GB of zeros filled the memory.
         return parse(read_file(path))
     except UnknownField as error:
         raise ValueError(

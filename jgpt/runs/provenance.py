@@ -55,6 +55,7 @@ def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
         return None
     # The tokens of the first start, which a resumed run must have even if later lines differ.
     tokens_digest = token_digests[0]
+    # A run that an earlier version began has lines without the text before those with it.
     for line in lines:
         match line:
             case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(corpora)}:
@@ -78,6 +79,7 @@ def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
 
     None for runs from before this was recorded.
     """
+    # The last start, since a resumed run may have been given other `eval_tokens`.
     for line in reversed(lines):
         match line:
             case {"eval_targets": int(targets), "eval_spread": bool(spread)}:

@@ -23,7 +23,10 @@ from jgpt.runs.manifest import MANIFEST, parse_file
 from jgpt.runs.provenance import known_micro_batches, known_text
 
 _PARTS = {"model", "optimizer", "dataset"}
-"""The parts of every config.json of jgpt; other programs write files of that name, too."""
+"""The parts of every config.json of jgpt; other programs write files of that name, too.
+
+Without this check, `overwrite` took a folder of a Hugging Face model for a run, and deleted it.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     saved = SavedRun.read(path)
     checkpoints = tuple(saved.checkpoints)
     if overwrite:
-        # Only a run may be deleted.
+        # Only a run may be deleted, and a checkpoint without a manifest may be another program's.
         _require_manifests(path, checkpoints)
         return Target(path, "overwrite", checkpoints=checkpoints)
     if resume:
