@@ -106,7 +106,11 @@ class RunPage:
         times = []
         for name in (METRICS, CHECKPOINTS):
             path = run.path / name
-            times.append(path.stat().st_mtime_ns if path.exists() else 0)
+            changed_at = 0
+            if path.exists():
+                changed_at = path.stat().st_mtime_ns
+            times.append(changed_at)
+        # A page asks again and again, and a long run's metrics have many lines.
         if asked.get("since") == str(times):
             return {"unchanged": True}
 
@@ -114,7 +118,7 @@ class RunPage:
         losses = {}
         for name in ("loss", "validation_loss", "validation_estimate"):
             losses[name] = [[line["step"], line[name]] for line in lines if name in line]
-        steps_per_point = max(1, -(-len(losses["loss"]) // MOST_POINTS))
+        steps_per_point = max(1, -(-len(losses["loss"]) // MOST_POINTS))  # rounded up
         losses["loss"] = _means(losses["loss"], steps_per_point)
 
         named = {}

@@ -181,7 +181,9 @@ class Look:
         """
         time = len(tokens)
         self._require_room(time)
-        length = min(max(SHORTEST, 1 << (time - 1).bit_length()), self.model.block_size)
+        # The next power of two, so that few programs are compiled for prompts of any length.
+        power_of_two = 1 << (time - 1).bit_length()
+        length = min(max(SHORTEST, power_of_two), self.model.block_size)
         inputs = self._neutral_inputs(length)
         inputs["tokens"][0, :time] = tokens
         for (layer, head), factor in changes.heads.items():
@@ -265,6 +267,9 @@ class Look:
         next_log_probabilities = jnp.take_along_axis(
             log_probabilities[:, :-1], tokens[..., 1:, None], axis=-1
         )
+        # rank 1 is the most likely token
+        is_likelier = log_probabilities[:, :-1] > next_log_probabilities  # depth time-1 vocab
+        next_ranks = 1 + is_likelier.sum(-1)
         candidates = min(MOST_CANDIDATES, self.model.vocab_size)
         best, best_tokens = jax.lax.top_k(log_probabilities, candidates)
 
@@ -279,7 +284,7 @@ class Look:
             "log_probabilities": best,
             "candidates": best_tokens,
             "next_log_probabilities": next_log_probabilities[..., 0],
-            "next_ranks": 1 + (log_probabilities[:, :-1] > next_log_probabilities).sum(-1),
+            "next_ranks": next_ranks,
             "arrays": [array.value for array in _arrays_of(trace, calls)],
         }
 
@@ -337,7 +342,9 @@ class Look:
         An axis may have that length by chance, such as 16 features beside 16 tokens. It grows with
         the tokens if it has another size for another number of tokens.
         """
-        other_length = length - 1 if length > 1 else 2
+        other_length = 2
+        if length > 1:
+            other_length = length - 1
         arrays = self._trace_arrays(length)
         other_arrays = self._trace_arrays(other_length)
         names = [(array.name, array.path) for array in arrays]
@@ -385,8 +392,9 @@ class Look:
         time = len(tokens)
         last_candidates = outputs["candidates"][-1, time - 1].tolist()
         last_log_probabilities = _rounded(outputs["log_probabilities"][-1, time - 1])
-        # A single token is the last one, which has all candidates.
-        count = CANDIDATES if time > 1 else MOST_CANDIDATES
+        count = CANDIDATES
+        if time == 1:  # a single token is the last one, which has all candidates
+            count = MOST_CANDIDATES
         candidates = outputs["candidates"][:, :time, :count]
         data = {
             "name": self.name,
@@ -428,7 +436,9 @@ class Look:
         # There are too many values, but the page still lists the arrays and their sizes.
         data["arrays"] = []
         for text, array in arrays:
-            values = quantise_for_page(array) if fits else None
+            values = None
+            if fits:
+                values = quantise_for_page(array)
             data["arrays"].append(text | {"values": values})
         return data
 
@@ -528,7 +538,9 @@ def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
 
 def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
     """Quantise an array to one or two bytes per entry, evenly between its minimum and maximum."""
-    dtype = "<u2" if fine else "u1"
+    dtype = "u1"
+    if fine:
+        dtype = "<u2"
     low = float(array.min())
     high = float(array.max())
     if not np.isfinite([low, high]).all():

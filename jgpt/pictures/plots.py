@@ -139,7 +139,8 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
     after = np.minimum(before, step[::-1])
     # The sum of a window is the difference of two cumulative sums, which is linear in the steps.
     sums = np.concatenate([[0.0], np.cumsum(losses)])
-    return (sums[step + after + 1] - sums[step - before]) / (before + 1 + after)
+    sum_of_window = sums[step + after + 1] - sums[step - before]
+    return sum_of_window / (before + 1 + after)
 
 
 def _finish(
@@ -213,7 +214,9 @@ def _image(figure: Figure, format: str) -> bytes:
         figure.savefig(image, dpi=120, format=format)
     except Exception as error:
         lines = str(error).splitlines()
-        reason = lines[0] if lines else repr(error)
+        reason = repr(error)
+        if lines:
+            reason = lines[0]
         raise ValueError(f"the picture can't be drawn by matplotlib: {reason}") from error
     return image.getvalue()
 
@@ -226,15 +229,20 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     """
     attention_weights_of = getattr(model, "attention_weights", None)
     if attention_weights_of is None:
-        kind = "a bigram model" if isinstance(model, BigramLM) else "a model of your own"
+        kind = "a model of your own"
+        if isinstance(model, BigramLM):
+            kind = "a bigram model"
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
     tokens = encode_text(tokenizer, text)[-model.block_size :]
-    weights = np.asarray(attention_weights_of(jnp.asarray(tokens)[None])[:, 0])
+    batch = jnp.asarray(tokens)[None]  # 1 time
+    weights = np.asarray(attention_weights_of(batch)[:, 0])  # layers heads time time
     layers, heads, time, _ = weights.shape
 
     # A panel is as large as its tokens need, until the whole picture is too large. Then only every
     # second or third token is named, so that names don't overlap.
-    side = min(max(2.2, INCHES_PER_TOKEN * time), MOST_INCHES / max(layers, heads))
+    side_for_tokens = max(2.2, INCHES_PER_TOKEN * time)
+    largest_side = MOST_INCHES / max(layers, heads)
+    side = min(side_for_tokens, largest_side)
     stride = math.ceil(INCHES_PER_TOKEN * time / side)
     ticks = range(0, time, stride)
     tick_size = min(8.0, 72 * 0.85 * side / (len(ticks) + 4))  # in points, 72 an inch
