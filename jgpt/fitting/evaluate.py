@@ -98,6 +98,7 @@ def evaluate(
     )
     loss = evaluator.exact(weights, progress.evaluating)
     _require_finite_loss(loss, loaded, run_directory)
+    # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
     return Evaluation(loss, _perplexity(loss), bits, len(targets))

@@ -64,6 +64,8 @@ class MetricsLogger:
         """Record the previous call, and this one if it is ready."""
         self.wait()  # for the previous call, while this one computes
         self._pending = (first_step, count, metrics)
+        # Dispatch is asynchronous, so usually this call is still running; waiting for it here would
+        # leave the device idle between calls.
         if metrics.loss.is_ready():  # type: ignore[attr-defined]
             self.wait()
 
@@ -210,6 +212,7 @@ def _peak_tokens_per_second(config: TrainConfig, devices: int) -> float | None:
     if peak is None:
         return None
     # Computed only now, since counting the FLOPs lowers a custom model.
+    # The backward pass has two products for each one of the forward pass.
     flops = 3 * flops_per_token(config.model)
     if flops == 0:  # a bigram model has no products
         return None

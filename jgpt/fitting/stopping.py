@@ -17,4 +17,5 @@ class StoppedBeforeTraining(TrainingStopped):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(0, directory)
+        # There is no checkpoint, which the message of the other class names.
         self.args = ("stopped before training began, while the text was tokenized",)

@@ -133,6 +133,8 @@ class _Thread:
         try:
             error = self._results.get(timeout=seconds)
         except queue.Empty:
+            # The caller doesn't call this thread again, so a late result is never taken for that of
+            # another call.
             raise TimeoutError(f"it has not answered for {seconds} seconds") from None
         if error is not None:
             raise error
