@@ -199,6 +199,7 @@ def trace_calls(
             stack.pop()
             was_in_module = in_module.pop()
             caller = stack[-1]
+            # The name of a module's call is its path.
             calls_modules = any(inner.path == inner.name for inner in traced.calls)
             # Such as `hidden`, which would show each block one level deeper than in the code.
             passes_on = was_in_module and not is_module and calls_modules
@@ -238,7 +239,7 @@ def shapes_of(annotation: Any, value: Any) -> list[Shape]:
     """Return the shapes of the arrays in a value, with the dimension names of its annotation."""
     if is_array(annotation):
         return _shapes_of_array(annotation, value)
-    leaf_annotation = getattr(annotation, "leaftype", None)
+    leaf_annotation = getattr(annotation, "leaftype", None)  # of a jaxtyping PyTree
     if leaf_annotation:
         return _shapes_of_tree(leaf_annotation, value)
 
