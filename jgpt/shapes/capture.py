@@ -15,13 +15,14 @@ from jgpt.shapes.contract import typed
 
 
 @typed
-def capture(model: nnx.Module, *paths: str) -> Callable[..., dict[str, Any]]:
+def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, Any]]:
     """Return a function that calls the model and returns results of typed calls inside, by path.
 
-    `blocks.1.attention` is a module, and `blocks.1.attention.merge_heads` a function that it calls;
-    `*` stands for any one part. Repeated calls of a path are numbered: `split_heads[1]`. Blocks run
-    in a loop, even if the config scans them. Raises ValueError without a path, for a path that no
-    call has, and under a mesh.
+    The model is an NNX module, or a function or a model of another library, where a typed call has
+    the name of its method or function. `blocks.1.attention` is a module, and
+    `blocks.1.attention.merge_heads` a function that it calls; `*` stands for any one part. Repeated
+    calls of a path are numbered: `split_heads[1]`. Blocks run in a loop, even if the config scans
+    them. Raises ValueError without a path, for a path that no call has, and under a mesh.
     """
     if not paths:
         raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
@@ -139,7 +140,7 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _call_watched(
-    model: nnx.Module,
+    model: Callable[..., Any],
     patterns: Iterable[str],
     change: Callable[[str, str], Callable[[Any], Any]],
     /,
@@ -181,9 +182,11 @@ def _suggestion(pattern: str, paths: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)"
 
 
-def _in_turn(model: nnx.Module) -> Any:
+def _in_turn(model: Callable[..., Any]) -> Any:
     """Return a copy of the model that runs its blocks in a loop, so that no inner trace holds a
     result."""
+    if not isinstance(model, nnx.Module):
+        return model
     config = getattr(model, "config", None)
     options = {"scan_layers": False, "remat": False}
     # A custom model may have no config, or a config without these fields.

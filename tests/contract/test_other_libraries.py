@@ -1,0 +1,110 @@
+"""The shape contract beside models of Equinox and Flax Linen: errors, trees, watching, proofs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+from jaxtyping import Array, Float, TypeCheckError
+
+from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.capture import capture
+from jgpt.shapes.contract import typed
+from jgpt.shapes.proofs import prove
+from jgpt.shapes.trace import shape_trace
+
+
+class EquinoxGate(eqx.Module):
+    expansion: eqx.nn.Linear
+    embed_dim: int = eqx.field(static=True)
+
+    @typed
+    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
+        value, gate = jnp.split(both, 2, axis=-1)
+        return value * jax.nn.sigmoid(gate)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "time {self.embed_dim}"]
+    ) -> Float[Array, "time {self.embed_dim}"]:
+        return self.gated(jax.vmap(self.expansion)(x))
+
+
+class LinenGate(linen.Module):
+    embed_dim: int
+
+    @typed
+    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
+        value, gate = jnp.split(both, 2, axis=-1)
+        return value * jax.nn.sigmoid(gate)
+
+    @linen.compact
+    @typed
+    def __call__(
+        self, x: Float[Array, "time {self.embed_dim}"]
+    ) -> Float[Array, "time {self.embed_dim}"]:
+        return self.gated(linen.Dense(2 * self.embed_dim)(x))
+
+
+X = jnp.ones((5, 6))
+
+
+def equinox_gate() -> Callable[..., Any]:
+    return EquinoxGate(eqx.nn.Linear(6, 12, key=jax.random.key(0)), 6)
+
+
+def linen_gate() -> Callable[..., Any]:
+    module = LinenGate(6)
+    variables = module.init(jax.random.key(0), X)
+
+    def apply(x: Array) -> Any:
+        return module.apply(variables, x)
+
+    return apply
+
+
+MODELS = {"EquinoxGate": equinox_gate, "LinenGate": linen_gate}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_another_library_is_checked_watched_captured_drawn_and_proven(name: str):
+    model = MODELS[name]()
+    assert model(X).shape == (5, 6)
+
+    with pytest.raises(TypeCheckError) as caught:
+        model(jnp.ones((5, 7)))
+    assert str(caught.value) == (
+        f"{__name__}.{name}.__call__() got a wrong argument `x`.\n"
+        'Expected: Float[Array, "time {self.embed_dim}"] with {self.embed_dim}=6\n'
+        "Got: float32[5,7]\n"
+        "Reason: the dimension size 7 does not equal the existing value of {self.embed_dim}=6."
+    )
+
+    calls: list[TypedCall] = []
+    with watching(calls.append):
+        model(X)
+    assert [call.function.__name__ for call in calls] == ["__call__", "gated"]
+    assert calls[1].arguments["both"].shape == (5, 12)
+
+    def doubling(call: TypedCall) -> Any:
+        return (lambda result: 2 * result) if call.function.__name__ == "gated" else None
+
+    with watching(doubling):
+        doubled = model(X)
+    assert jnp.allclose(doubled, 2 * model(X))
+
+    found = capture(model, "gated")(X)
+    assert found["gated"].shape == (5, 6)
+    assert (found["gated"] == model(X)).all()
+    with pytest.raises(ValueError, match="did you mean 'gated'"):
+        capture(model, "gate")(X)
+
+    lines = str(shape_trace(model, X)).splitlines()
+    assert lines[0] == f"{name}(x: float32[time=5 embed_dim=6])"
+    assert lines[1].split() == ["gated", "float32[time=5", "features=6]"]
+
+    assert str(prove(model, "float32[t 6]")) == "proven    all sizes"
+    assert not prove(model, "float32[t 7]")
