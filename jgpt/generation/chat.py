@@ -12,6 +12,7 @@ from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
 from jgpt.refusal import Field, Message
+from jgpt.shapes.contract import typed
 
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -32,6 +33,7 @@ class Chat:
     an invalid parameter, or a tokenizer without ChatML's tokens.
     """
 
+    @typed
     def __init__(
         self,
         model: LanguageModel,

@@ -13,7 +13,7 @@ from jgpt.config import DEFAULT_TEMPERATURE
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import record, typed
 
-PRNGKey = Key[Array, ""] | UInt32[Array, "_"]
+PRNGKey = Key[Array, ""] | UInt32[Array, "words"]
 """A key of `jax.random.key`, or one of the older `jax.random.PRNGKey`."""
 
 

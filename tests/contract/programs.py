@@ -34,6 +34,7 @@ from jgpt.training import step
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.state import abstract_state, unstack_state
 from tests.contract.calls import Call, overheard
+from tests.generation.test_chat import chat_tokenizer
 
 SIZES: dict[str, set[int]] = {
     "batch": {3, 4},  # 4 while training, and in a batch of texts
@@ -233,6 +234,7 @@ def sampling() -> None:
         prompts = ("\0" * TIME,) * BATCH
         filters: dict[str, Any] = {"top_k": 3, "top_p": 0.9}
         jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), prompts, count, key=key, **filters)
+    jgpt.Chat(gpt, chat_tokenizer(), key=key)
 
 
 def text() -> None:

@@ -22,7 +22,7 @@ from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.pictures.numbers import encode_text
-from tests.generation.test_chat import with_chat_tokens
+from tests.generation.test_chat import Model, with_chat_tokens
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
 BOS = {"llama2": "<s>", "llama2_first": "<s>", "llama3": "<|begin_of_text|>"}
@@ -208,9 +208,6 @@ def test_a_chat_has_none(tokenizer):
     chatty = with_chat_tokens(tokenizer)
     assert chatty.begin == tokenizer.begin
 
-    class Model:
-        block_size = 64
-
     chat = Chat(Model(), chatty)  # type: ignore[arg-type]
     assert chatty.begin[0] not in chat._tokens([chat._pieces("user", "hello world")])
 
@@ -281,10 +278,10 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
     ]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-    class Model:
+    class LongModel(Model):
         block_size = 500
 
-    chat = Chat(Model(), tokenizer, " hello \n")  # type: ignore[arg-type]
+    chat = Chat(LongModel(), tokenizer, " hello \n")  # type: ignore[arg-type]
     turns = [chat._pieces(message["role"], message["content"]) for message in messages]
 
     assert chat._tokens(turns) == expected
@@ -357,7 +354,7 @@ def test_a_chat_whose_special_tokens_would_be_text_is_rejected(fields):
     assert backend.encode(f"{START}user\nhello{END}\n{START}assistant\n").ids.count(start) < 2
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     with pytest.raises(ValueError, match=r"reads '.*<\|im_start\|>' as text beside other text"):
-        Chat(object(), tokenizer)  # type: ignore[arg-type]
+        Chat(Model(), tokenizer)  # type: ignore[arg-type]
 
 
 def test_numbers_of_special_tokens_may_have_gaps():
