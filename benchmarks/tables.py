@@ -335,7 +335,7 @@ def places_table() -> Table:
     names: dict[str, None] = {}
     for ratio_of in columns.values():
         names |= dict.fromkeys(ratio_of)
-    table = [["ratio, on a processor of", *columns]]
+    table = [["ratio by processor speed", *columns]]
     for what in names:
         table.append([what, *(ratio_of.get(what, "") for ratio_of in columns.values())])
     return table
@@ -471,7 +471,7 @@ def ahead_table() -> Table:
 
 
 def prepare_table() -> Table:
-    table = [["a text with GPT-2's byte-pairs", "seconds", "MB/s", "of tiktoken's", "peak memory"]]
+    table = [["program, text size", "seconds", "MB/s", "speed / tiktoken", "peak memory"]]
     ways = measured("prepare")
     for name, figures in ways.items():
         seconds = median(ways, name, "seconds")

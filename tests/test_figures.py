@@ -92,7 +92,7 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
     steps = "train step, nanoGPT's CPU setting"
     batch = "10.7M, batch 1, beside CTranslate2"
     assert places == [
-        ["ratio, on a processor of", "150 GFLOP/s", "250 GFLOP/s"],
+        ["ratio by processor speed", "150 GFLOP/s", "250 GFLOP/s"],
         [f"{steps}, float32", "0.80", "0.75"],
         [f"{steps}, bfloat16", "0.50", "0.47"],
         [f"tokens/s sampled in float32, {batch}", "1.05", "1.05"],

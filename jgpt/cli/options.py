@@ -122,7 +122,7 @@ TRAIN.remove("make")  # given as --model and as --optimizer
 
 
 class OptionError(ValueError):
-    """A refused option, in the words of the command line."""
+    """A rejected option, in the words of the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
