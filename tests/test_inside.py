@@ -506,7 +506,7 @@ def test_a_model_s_tree_has_the_sizes_of_its_arrays():
     model = model_of(num_heads=2, embed_dim=12)
     lines = jgpt.shape_trace(model, TOKENS).lines(2)
     assert lines[0] == "GPT(tokens: int32[batch=2 time=5])"
-    assert "  blocks.1 to 2: alike" in lines
+    assert "  blocks.1 to 2: the same" in lines
     (attention,) = [line for line in lines if line.startswith("    attention ")]
     _, shape = attention.split(None, 1)
     assert shape == "float32[batch=2 time=5 embed_dim=12]"

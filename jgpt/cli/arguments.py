@@ -63,7 +63,7 @@ def shell_command(*words: object) -> str:
 
 
 def code_options(config: TrainConfig) -> list[str]:
-    """The options for a user's own model and optimizer."""
+    """The options for a custom model and optimizer."""
     makes = {"--model": config.model.make, "--optimizer": config.optimizer.make}
     words = []
     for flag, make in makes.items():

@@ -82,9 +82,9 @@ class RunOptions:
     config: File = None
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
     dry_run: bool = False
-    """Show what the run takes, without training or writing."""
+    """Show what resources the run needs, without training or writing."""
     model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
-    """Your own model: a class or function in a Python file, which is run."""
+    """A custom model: a class or function in a Python file. The file is executed."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
     live: bool = False
@@ -172,7 +172,7 @@ class _Parser(argparse.ArgumentParser):
     def _settings_of_value(
         self, name: str, kind: Any, shown: OptionSpec, default: Any
     ) -> dict[str, Any]:
-        """What argparse is told of an option's value: how it is read and what stands for it."""
+        """The arguments of argparse for an option's value: its type and its placeholder."""
         if kind is bool and default is False:
             return {"action": "store_true"}
         if kind is bool:

@@ -97,7 +97,7 @@ class ShapeTrace:
                 text = names_alike[0]
                 if len(names_alike) > 1:
                     text += f" to {names_alike[-1].rpartition('.')[2]}"
-                rows.append(_Row(level + 1, f"{text}: alike", []))
+                rows.append(_Row(level + 1, f"{text}: the same", []))
         return rows
 
     def __str__(self) -> str:
