@@ -78,7 +78,7 @@ class ModelConfig(Fields):
     activation: Activation = "gelu"
     """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's, silu is Llama's."""
     gated: bool = False
-    """A gated MLP: the activated features of one projection times those of another, as SwiGLU."""
+    """A gated MLP, such as SwiGLU: one projection's activations multiply those of another."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections."""
     use_bias: bool = False
@@ -108,7 +108,8 @@ class ModelConfig(Fields):
     attention_window: Count | None = None
     """Sliding-window attention: positions a query attends to, its own included; all by default."""
     ngram_sizes: Annotated[tuple[int, ...], ASCENDING] = ()
-    """Sizes of n-grams whose hashed embeddings are added to the tokens', such as 2 3."""
+    """The sizes of n-grams, such as 2 3. Their hashed embeddings are added to the token
+    embeddings."""
     ngram_rows: Annotated[int, POSITIVE, at_most(2**25)] = 8192
     """Rows of the embedding table for the n-grams of each size."""
     ngram_dropout: Fraction = 0.0
@@ -136,7 +137,7 @@ class ModelConfig(Fields):
     """Rematerialisation: recompute each block in the backward pass, instead of storing its
     activations."""
     scan_layers: bool = False
-    """Scan over the blocks, which are compiled once however many there are; slower on CPUs."""
+    """Scan over the blocks, so that one block is compiled instead of all. Slower on CPUs."""
     make: Make = None
     """What makes the model, called as make(config, rngs=rngs): the user's own class or function,
     instead of `architecture`. A run records its name and SHA-256."""
@@ -212,7 +213,7 @@ class OptimizerConfig(Fields):
     warmup_steps: Annotated[int, NOT_NEGATIVE, INT32] = 100
     """Steps of linear warmup."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of matrices and embeddings, times the learning rate."""
+    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     beta1: DecayRate = 0.9
     """Decay rate of the first moment."""
     beta2: DecayRate = 0.99
@@ -220,9 +221,9 @@ class OptimizerConfig(Fields):
     gradient_clip: NotNegative = 1.0
     """Clip gradients to this global norm; 0 is off."""
     muon_learning_rate: Positive = 0.02
-    """Muon's peak learning rate; learning_rate is that of the other parameters."""
+    """Muon's peak learning rate; learning_rate is for the other parameters."""
     muon_weight_decay: NotNegative = 0.0
-    """Muon's decoupled weight decay, times its learning rate."""
+    """Muon's decoupled weight decay, multiplied by Muon's learning rate."""
     muon_momentum: DecayRate = 0.95
     """Muon's momentum."""
     embedding_learning_rate: Positive | None = None
@@ -265,11 +266,11 @@ class DataConfig(Fields):
     bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE, at_most(2**20)] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
-    """The folder of encoder.json and vocab.bpe (or vocab.json and merges.txt) for gpt2."""
+    """For gpt2, the folder with encoder.json and vocab.bpe, or vocab.json and merges.txt."""
     validation_fraction: Annotated[float, FRACTION, POSITIVE] = 0.1
     """The fraction of the text for validation, after the training text."""
     test_fraction: Fraction = 0.0
-    """The fraction of the text, at its end, that training never reads, for eval --split test."""
+    """The fraction for testing, at the end of the text, for `jgpt eval --split test`."""
     data_field: str = "text"
     """The field or column of JSON lines and Parquet that has the text."""
 
@@ -316,7 +317,7 @@ class TrainConfig(Fields):
     dataset: DataConfig = field(default_factory=DataConfig)
     """The text and its tokenizer."""
     name: Annotated[str, FOLDER_NAME] = "gpt"
-    """The name of the run's folder in runs/ if out is not given."""
+    """The name of the run's folder in runs/, unless out names one."""
     out: Annotated[str, DIRECTORY] | None = None
     """The run directory; runs/NAME by default, numbered if it exists."""
     seed: Annotated[int, NOT_NEGATIVE, at_most(2**32 - 1)] = 1337
@@ -331,23 +332,23 @@ class TrainConfig(Fields):
     eval_interval: Count = 250
     """Steps between evaluations and checkpoints; the last step always has both."""
     eval_tokens: Annotated[int, at_most(2**32)] | Literal["auto"] | None = "auto"
-    """Validation tokens per evaluation: a number is the first ones, None is all. auto is all where
-    that takes at most 5% of the run's FLOPs or the split has at most 131,072 targets, else as many
-    as take 5%, spread evenly over the split."""
+    """Validation tokens per evaluation. A number takes the first ones, None takes all. auto takes
+    all if that costs at most 5% of the run's FLOPs or the split has at most 131,072 targets.
+    Otherwise it takes as many as cost 5%, spread evenly over the split."""
     steps_per_call: Count = 50
     """Steps per dispatch to the device."""
     patience: Count | None = None
     """Early stopping after this many evaluations without a better loss."""
     keep_best: Count = 1
-    """How many of the best checkpoints to keep."""
+    """The number of best checkpoints to keep."""
     keep_last: Count = 2
-    """How many of the last checkpoints to keep; two, in case one is damaged."""
+    """The number of last checkpoints to keep; two, in case one is damaged."""
     keep_every: Count | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers besides metrics.jsonl; each needs the extra of its name."""
     sample_tokens: Annotated[int, NOT_NEGATIVE, at_most(2**24)] = 500
-    """Tokens of the sample after training; 0 for none."""
+    """The length of the sample after training, in tokens; 0 for no sample."""
     mesh: str | None = None
     """The mesh of devices, such as data=2,fsdp=2,tensor=2: data shards the batch, fsdp also the
     train state, tensor heads and features. By default all accelerators over data, or over fsdp if

@@ -14,9 +14,7 @@ from jgpt.refusal import Field, Message
 Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
 LatestRun = Annotated[
     str | None,
-    OptionSpec(
-        "[RUN]", "The run directory; the latest one in runs/ unless given.", positional=True
-    ),
+    OptionSpec("[RUN]", "The run directory. By default, the latest run in runs/.", positional=True),
 ]
 What = Annotated[
     str, OptionSpec("PRESET|RUN", "A preset's name or a run directory.", positional=True)
@@ -33,7 +31,9 @@ Newlines = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    OptionSpec("FILE:NAME", "The model, where a run has its own, such as my_gpt.py:GPT."),
+    OptionSpec(
+        "FILE:NAME", "The custom model that the run was trained with, such as my_gpt.py:GPT."
+    ),
 ]
 MeshOption = Annotated[
     str | None, OptionSpec("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")

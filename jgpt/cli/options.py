@@ -76,7 +76,7 @@ class RunOptions:
     """Start, resume or repeat a run."""
 
     resume: bool = False
-    """Resume the run in --out, which must exist; with a preset or --config it is started if not."""
+    """Resume the run in --out. A preset or --config starts one if there is none."""
     overwrite: bool = False
     """Delete the run in --out and start again."""
     config: File = None
@@ -374,7 +374,7 @@ def _parser(
         f"{textwrap.indent(presets, '  ')}\n\n"
         f"jgpt {name} --help-all shows the options for all fields of the config.",
     )
-    first = OptionSpec("[PRESET]", "One of those above.", positional=True)
+    first = OptionSpec("[PRESET]", "One of the presets above.", positional=True)
     parser.add(parser, "preset", str | None, first, None, "")
     _, config = PRESETS[shown]
     # the common ones first, in an order of their own, and no option twice

@@ -32,11 +32,12 @@ def chat(
 
     Args:
         system: The system message, which always stays in the context.
-        max_new_tokens: The most tokens of an answer.
+        max_new_tokens: The largest number of tokens in an answer.
         temperature: 0 is greedy; 1 samples from the model's distribution.
         top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
         seed: The random seed.
-        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
+        weights: int8 quantises the weights and the inputs of each matrix product. It is faster on a
+            CPU.
     """
     require_seed(seed)
     run = runs.run_or_latest(run)

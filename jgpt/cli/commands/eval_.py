@@ -18,10 +18,10 @@ def eval_(
     model: ModelOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Compute a run's exact loss on its whole validation or test split: every target once.
+    """Compute a run's exact loss on the whole validation or test split.
 
     Args:
-        split: test is what training never read, where the run has a test_fraction.
+        split: The split to evaluate on. There is a test split if the run has a test_fraction.
         json: Print one JSON object.
     """
     run = runs.run_or_latest(run)

@@ -30,9 +30,10 @@ def import_(
         source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt;
             hub:OWNER/NAME, gpt2, smollm2, smollm2-chat and qwen3 are fetched from the hub.
         from_: The format of the weights.
-        block_size: The context length, where positions are rotary; the config's by default.
+        block_size: The context length of a model with rotary positions; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
-        tokenizer: A folder, if not the source; a tokenizer.json; or a text with all characters.
+        tokenizer: A folder, a tokenizer.json, or a text with all characters. By default, the
+            source.
         data: The text to evaluate on and to train further with.
     """
     path = Path(out)

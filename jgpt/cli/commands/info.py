@@ -13,10 +13,12 @@ from jgpt.cli.options import (
 def info(
     what: What,
     model: ModelOption = None,
-    optimizer: Annotated[str | None, OptionSpec("FILE:NAME", "Likewise the optimizer.")] = None,
+    optimizer: Annotated[
+        str | None, OptionSpec("FILE:NAME", "The custom optimizer that the run was trained with.")
+    ] = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Show the parameters, bytes, FLOPs and training memory of a model."""
+    """Show a model's parameters, bytes, FLOPs and training memory."""
     with terminal.importing() as status:
         from jgpt import hardware
         from jgpt.cli import report

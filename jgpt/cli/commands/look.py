@@ -32,11 +32,12 @@ def look(
     live: bool = False,
     browser: bool = True,
 ) -> Lines:
-    """Write an HTML page to look into a model, or serve a live one.
+    """Write an HTML page that shows the inside of a model, or serve a live page.
 
     Args:
         prompt: The text to continue and to look at, at most block-size tokens.
-        max_new_tokens: The number of tokens to sample: 48, fewer where the block or the page ends.
+        max_new_tokens: The number of tokens to sample. By default 48, or fewer if the block or the
+            page is full.
         live: Serve the page to this machine: change the prompt, heads and blocks in it.
         browser: With --live, open the page in the browser.
     """

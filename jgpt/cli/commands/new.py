@@ -14,7 +14,7 @@ from jgpt.durable import write_file
 def new(
     file: Annotated[str, OptionSpec("FILE", "The Python file to write.", positional=True)],
 ) -> Lines:
-    """Write a GPT of one file, to change and to train."""
+    """Write a GPT in one Python file, for you to change and train."""
     path = path_to_write(file, ".py")
     if os.path.lexists(path):
         raise ValueError(f"{file} already exists: choose another name")

@@ -30,11 +30,12 @@ def prepare(
 
     Args:
         files: Files and folders of text, JSON lines or Parquet, or corpora.
-        data: More of them, as for `jgpt train`.
+        data: More text, as for `jgpt train`.
         data_field: The field or column of JSON lines and Parquet that has the text.
         tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
         bpe_vocab_size: The vocabulary size of trained byte-pairs.
-        tokenizer_files: For gpt2, a folder of encoder.json, vocab.bpe (or vocab.json, merges.txt).
+        tokenizer_files: For gpt2, a folder with encoder.json and vocab.bpe, or vocab.json and
+            merges.txt.
     """
     if not files + data:
         raise ValueError("give a text to prepare: a file, a folder or a corpus")

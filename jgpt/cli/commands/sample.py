@@ -47,17 +47,19 @@ def sample(
     """Generate text with a trained model, streamed as it is sampled.
 
     Args:
-        prompt: The text to continue, by default a newline. Several are sampled as a batch.
+        prompt: The text to continue; a newline by default. Several prompts are sampled as one
+            batch.
         prompt_file: A UTF-8 file with the prompt; - is standard input.
         max_new_tokens: The number of tokens to generate; the context is the last block-size tokens.
         temperature: 0 is greedy; 1 samples from the model's distribution.
         top_k: Sample from the k most likely tokens only.
         top_p: Nucleus sampling: sample from the smallest set of tokens with this total probability.
         min_p: Sample from tokens with at least this fraction of the highest probability only.
-        stop: Stop string: end a text before it.
+        stop: End a text before this string.
         num_samples: Samples per prompt.
         seed: The random seed.
-        weights: int8 quantises them, and the inputs of each product: faster on a CPU.
+        weights: int8 quantises the weights and the inputs of each matrix product. It is faster on a
+            CPU.
     """
     if num_samples < 1:
         raise OptionError(f"--num-samples {num_samples} must be at least 1")

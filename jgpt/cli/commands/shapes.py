@@ -22,8 +22,8 @@ def shapes(
     """Show the forward pass as a tree of calls, with the shape of each result.
 
     Args:
-        batch: Sequences; by default any number, written b.
-        time: Positions; by default any number, written t.
+        batch: The number of sequences; the symbol b by default.
+        time: The number of positions; the symbol t by default.
         depth: Levels of the tree.
         decode: Trace one step of decoding, over a KV cache.
         train: Trace a train step.
