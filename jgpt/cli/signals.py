@@ -62,7 +62,7 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
 
 
 def _do_nothing(*_: object) -> None:
-    """The handler of a signal that a thread is told of."""
+    """The handler of a signal, which a thread reads from a pipe."""
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         raise OptionError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
-        if "jax" in sys.modules:  # a user's own model imported it
+        if "jax" in sys.modules:  # a custom model imported it
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with terminal.importing():
         from jgpt.cli import console, report
