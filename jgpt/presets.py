@@ -198,7 +198,7 @@ _presets = (
     ("the lecture's bigram model", _bigram),
     ("the lecture's GPT: ReLU, biases, untied head", _lecture),
     ("rotary, RMS norm, QK-norm, squared ReLU, Muon", _modern),
-    ("modern with windows and n-grams; fastest on a CPU", _modern_cpu),
+    ("modern, windows and n-grams; fastest on a CPU", _modern_cpu),
     ("the lowest loss on tiny Shakespeare", _shakespeare_best),
     ("nanoGPT's laptop setting: 4 layers, 128 features, block 64", _nanogpt_cpu),
     ("nanoGPT's Shakespeare setting for a GPU: 6 layers, 384 features, block 256", _nanogpt_char),

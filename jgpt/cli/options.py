@@ -82,7 +82,7 @@ class RunOptions:
     config: File = None
     """A run's config.json, used instead of a preset to repeat that run in another directory."""
     dry_run: bool = False
-    """Show what resources the run needs, without training or writing."""
+    """Show what the run needs, without training or writing."""
     model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom model: a class or function in a Python file. The file is executed."""
     profile: int = 0
