@@ -28,7 +28,7 @@ from rich.text import Text
 import jgpt
 from jgpt.pictures.live import RunPage, serving
 from jgpt.shapes.trace import with_symbols
-from jgpt.training.programs import trace_forward
+from jgpt.training.programs import forward_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -103,8 +103,8 @@ def shapes_of(config: jgpt.ModelConfig) -> list[str]:
     batches = (2, 3)
     times = (config.block_size - 1, config.block_size)
     run = jgpt.TrainConfig(model=config)
-    smaller = trace_forward(run, batches[0], times[0])
-    larger = trace_forward(run, batches[1], times[1])
+    smaller = forward_program(run, batches[0], times[0]).trace()
+    larger = forward_program(run, batches[1], times[1]).trace()
     return with_symbols(smaller, larger, {"b": batches, "t": times}).lines(2)
 
 

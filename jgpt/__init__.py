@@ -11,6 +11,7 @@ _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _SUCCESSORS = {
     "LEGEND": "jgpt.words.LEGEND",
     "Platform": "jgpt.hardware.Platform",
+    "Progress": "jgpt.fitting.progress.Progress",
     "Proof": "jgpt.shapes.proofs.Proof",
     "Run": "jgpt.fitting.fit.Run",
     "ShapeTrace": "jgpt.shapes.trace.ShapeTrace",

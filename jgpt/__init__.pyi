@@ -3,7 +3,6 @@ from .data.dataset import Dataset, load_dataset
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .fitting.evaluate import evaluate
 from .fitting.fit import fit
-from .fitting.progress import Progress
 from .generation.chat import Chat
 from .generation.decoding import generate
 from .generation.text import generate_text, stream_text
@@ -21,6 +20,7 @@ from .shapes.calls import watching
 from .shapes.capture import capture, edit
 from .shapes.contract import check, typed
 from .shapes.proofs import prove
+from .shapes.source import annotated_source
 from .shapes.trace import shape_trace
 from .training.state import init_state
 from .training.step import make_train_steps
@@ -44,8 +44,8 @@ __all__ = [
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
-    "Progress",
     "TrainConfig",
+    "annotated_source",
     "attend",
     "attention_weights",
     "capture",

@@ -37,6 +37,7 @@ SHAPES = (
     "capture",
     "trace",
     "sizes",
+    "source",
     "proofs",
 )
 """The files of the shape contract, in the order in which they may import each other."""

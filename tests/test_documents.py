@@ -11,6 +11,7 @@ import functools
 import html
 import io
 import json
+import linecache
 import os
 import pkgutil
 import re
@@ -135,7 +136,9 @@ def without_lines(text: str) -> str:
 
 def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     """The output of a block, or the error if the page shows one."""
-    code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+    source = "\n" * (block.line - 1) + block.code
+    code = compile(source, page, "exec")
+    linecache.cache[page] = (len(source), None, source.splitlines(keepends=True), page)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

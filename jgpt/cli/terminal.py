@@ -64,13 +64,15 @@ def for_terminal(stream: Any, *, draws: bool = False) -> Any:
     return made
 
 
-def say(console: Any, *lines: str, colours: Mapping[str, str] | None = None) -> None:
+def say(
+    console: Any, *lines: str, colours: Mapping[str, str] | None = None, style: str = ""
+) -> None:
     """Print plain text; a terminal wraps it at words, and shows names before `=` in colours."""
     from rich.text import Text
 
     for line in lines:
         if console.is_terminal:
-            text = Text(line.translate(CONTROLS))
+            text = Text(line.translate(CONTROLS), style)
             for name, colour in (colours or {}).items():
                 text.highlight_regex(rf"(?<![\w*]){re.escape(name)}(?==)", colour)
             console.print(text)

@@ -1,4 +1,7 @@
-"""The shapes of a forward pass, a decoding step and a train step, traced without computing."""
+"""A forward pass, a decoding step and a train step, to trace without computing."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +15,30 @@ from jgpt.training.state import abstract_state
 from jgpt.training.step import make_train_steps
 
 
-def trace_forward(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """Trace the forward pass of `batch` sequences of `time` tokens."""
+class Program(NamedTuple):
+    """A function and its abstract arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def trace(self) -> ShapeTrace:
+        """Return the tree of typed calls."""
+        return shape_trace(self.function, *self.arguments)
+
+
+def forward_program(config: TrainConfig, batch: int, time: int) -> Program:
+    """Return the forward pass of `batch` sequences of `time` tokens."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, time), jnp.int32)
 
     def forward(weights, tokens):
         return nnx.merge(graph, weights)(tokens)
 
-    return shape_trace(forward, weights, tokens)
+    return Program(forward, (weights, tokens))
 
 
-def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """Trace the decoding of one token for each of `batch` sequences, with a KV cache of `time`
+def decode_program(config: TrainConfig, batch: int, time: int) -> Program:
+    """Return the decoding of one token for each of `batch` sequences, with a KV cache of `time`
     positions."""
     graph, weights = nnx.split(abstract_model(config.model))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
@@ -37,12 +51,12 @@ def trace_decode(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
             )
         return model(tokens, cache=model.empty_cache(batch, time))
 
-    return shape_trace(decode, weights, tokens)
+    return Program(decode, (weights, tokens))
 
 
-def trace_train(config: TrainConfig, batch: int, time: int) -> ShapeTrace:
-    """Trace a train step over `batch` windows of `time` targets."""
+def train_program(config: TrainConfig, batch: int, time: int) -> Program:
+    """Return a train step over `batch` windows of `time` targets."""
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    return shape_trace(make_train_steps(config), abstract_state(config), windows, key, count)
+    return Program(make_train_steps(config), (abstract_state(config), windows, key, count))

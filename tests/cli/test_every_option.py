@@ -416,13 +416,23 @@ def test_shapes(switch, trace, calls):
         lines=lambda depth: [f"{lines[0]} of depth {depth}"], as_json=lambda: {"in": "json"}
     )
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
-    calls.note(f"jgpt.training.programs.trace_{trace}", traced)
+    calls.note(f"jgpt.training.programs.{trace}_program", SimpleNamespace(trace=lambda: traced))
     words = ("--batch", 5, "--time", 7, "--model", "m.py:GPT")
     assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
-    received = calls[f"trace_{trace}"]
+    received = calls[f"{trace}_program"]
     assert (received["batch"], received["time"]) == (5, 7)
     assert list(calls["config_of"].values()) == ["run", "m.py:GPT"]
     assert json.loads(type_in("shapes", "run", *switch, *words, "--json")) == {"in": "json"}
+
+
+def test_the_source_of_shapes(calls, monkeypatch):
+    source = SimpleNamespace(lines=lambda: [("a line", "reached")])
+    monkeypatch.setattr(
+        "jgpt.shapes.source.source_of_calls",
+        lambda *_: SimpleNamespace(of=lambda text: source if text == "attend" else None),
+    )
+    calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
+    assert type_in("shapes", "run", "--source", "--of", "attend") == "a line\n"
 
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):

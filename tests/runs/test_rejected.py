@@ -16,6 +16,7 @@ from flax import nnx
 import jgpt
 from jgpt import TrainConfig, fit
 from jgpt.durable import locked
+from jgpt.fitting.progress import Progress
 from jgpt.runs import manifest
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
@@ -229,7 +230,7 @@ def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
         read.append("provenance.jsonl")
         return provenance(run)
 
-    class Started(jgpt.Progress):
+    class Started(Progress):
         def started(self, config, dataset, state, out):
             read.append("started")
 

@@ -2,11 +2,15 @@
 
 import dataclasses
 from json import dumps
+from typing import Annotated, Any
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines, ModelOption, What
-from jgpt.cli.options import OptionError
+from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import open_console, say
+from jgpt.config import ModelConfig
+
+_STYLES = {"heading": "bold", "reached": "", "not reached": "dim", "failed": "red"}
 
 
 def shapes(
@@ -17,6 +21,8 @@ def shapes(
     depth: int = 3,
     decode: bool = False,
     train: bool = False,
+    source: bool = False,
+    of: Annotated[str | None, OptionSpec("TEXT")] = None,
     json: bool = False,
 ) -> Lines:
     """Show the forward pass as a tree of calls, with the shape of each result.
@@ -27,6 +33,8 @@ def shapes(
         depth: Levels of the tree.
         decode: Trace one step of decoding, over a KV cache.
         train: Trace a train step.
+        source: Show the source instead, with the shapes of what each line computes.
+        of: With --source, only functions with this text in their name or their file's.
         json: Print one JSON object.
     """
     for name, value in (("batch", batch), ("time", time), ("depth", depth)):
@@ -34,28 +42,72 @@ def shapes(
             raise OptionError(f"--{name} {value} must be positive")
     if decode and train:
         raise OptionError("--decode and --train are two pictures: give one")
+    if of is not None and not source:
+        raise OptionError("--of selects functions of --source: give both")
     with terminal.importing():
-        from jgpt.shapes.trace import name_colours, with_symbols
         from jgpt.training import programs
 
         config = dataclasses.replace(runs.config_of(what, model), micro_batches=1)
-        trace = programs.trace_forward
+        make_program = programs.forward_program
         if decode:
-            trace = programs.trace_decode
+            make_program = programs.decode_program
         elif train:
-            trace = programs.trace_train
+            make_program = programs.train_program
         # Traced with two batches and two lengths: a size that differs is named after what fits
         # both. One that was given is the same in both, and stays a number.
         longest = config.model.block_size
         # Two batches differ by 2 and two lengths by 1, so that no batch is a length, nor one more.
         batches = (batch or 2, batch or 4)
         times = (time or max(longest - 1, 1), time or longest)
-        traced = trace(config, batches[0], times[0])
+        symbols = {"b": batches, "t": times}
+        traced = [make_program(config, batches[0], times[0])]
         if batches[0] != batches[1] or times[0] != times[1]:
-            second = trace(config, batches[1], times[1])
-            traced = with_symbols(traced, second, {"b": batches, "t": times})
+            traced.append(make_program(config, batches[1], times[1]))
+    if source:
+        return _show_source(traced, symbols, config.model, train, of, json)
+    return _show_tree(traced, symbols, depth, json)
+
+
+def _show_tree(
+    traced: list[Any], symbols: dict[str, tuple[int, int]], depth: int, json: bool
+) -> Lines:
+    """Print the tree of calls in one or two programs, or return it as JSON."""
+    from jgpt.shapes.trace import name_colours, with_symbols
+
+    traces = [program.trace() for program in traced]
+    tree = traces[0]
+    if len(traces) == 2:
+        tree = with_symbols(traces[0], traces[1], symbols)
     if json:
-        return [dumps(traced.as_json())]
-    lines = traced.lines(depth)
+        return [dumps(tree.as_json())]
+    lines = tree.lines(depth)
     say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    return []
+
+
+def _show_source(
+    traced: list[Any],
+    symbols: dict[str, tuple[int, int]],
+    model: ModelConfig,
+    train: bool,
+    of: str | None,
+    json: bool,
+) -> Lines:
+    """Print the source of the model, and of the train step, or return it as JSON."""
+    from jgpt.nn.models import abstract_model
+    from jgpt.shapes.source import folders_of, source_of_calls
+    from jgpt.shapes.trace import name_colours
+
+    folders = folders_of(abstract_model(model))
+    if train:
+        folders |= folders_of(traced[0].function)
+    source = source_of_calls(traced, symbols, folders)
+    if of is not None:
+        source = source.of(of)
+    if json:
+        return [dumps(source.as_json())]
+    console = open_console()
+    colours = name_colours(str(source))
+    for line, kind in source.lines():
+        say(console, line, colours=colours, style=_STYLES[kind])
     return []

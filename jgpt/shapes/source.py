@@ -1,0 +1,627 @@
+"""The source of a call, with the shapes of the arrays that each line sets or returns."""
+
+import ast
+import dataclasses
+import functools
+import html
+import inspect
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.contract import typed
+from jgpt.shapes.sizes import parse_array
+from jgpt.shapes.trace import Shape, shapes_of, with_symbols
+
+MOST_LEAVES = 4
+"""The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
+MARGIN = 88
+"""The column where shapes begin, unless the source's lines are shorter."""
+_SIZES = (101, 211, 307, 401, 503)
+"""First sizes of the symbols in texts, primes, so that no sum or product of few is another."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+Kind = Literal["heading", "reached", "not reached", "failed"]
+_STYLES: dict[Kind, str] = {
+    "heading": "font-weight:bold",
+    "reached": "",
+    "not reached": "opacity:0.5",
+    "failed": "color:#c03030",
+}
+
+
+@dataclass(frozen=True)
+class LineValue:
+    """The arrays in what a line sets: the name that it sets, or `return`."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    times: int
+    """How often a line set it with these shapes."""
+
+    def __str__(self) -> str:
+        text = ", ".join(map(str, self.shapes))
+        if len(self.shapes) > 1:
+            text = f"({text})"
+        return f"{self.name}: {text}"
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of source."""
+
+    number: int
+    text: str
+    values: tuple[LineValue, ...]
+    is_reached: bool
+    """Whether the line's statement was executed. A line that continues another is as that one."""
+    has_failed: bool = False
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """The lines of a function that was called."""
+
+    file: str
+    name: str
+    calls: int
+    lines: tuple[SourceLine, ...]
+
+
+@dataclass(frozen=True)
+class AnnotatedSource:
+    """Functions in the order of their first call. It prints with shapes in the margin, and shows as
+    HTML in a notebook."""
+
+    functions: tuple[FunctionSource, ...]
+    error: str | None = None
+    """The error that ended the call, of one line."""
+
+    def of(self, text: str) -> "AnnotatedSource":
+        """Return the functions with a text in their file's name or their own.
+
+        Raises ValueError if there is none.
+        """
+        found = []
+        for function in self.functions:
+            if text in Path(function.file).stem or text in function.name:
+                found.append(function)
+        if not found:
+            raise ValueError(f"no function that was called has {text!r} in its name or its file's")
+        return AnnotatedSource(tuple(found), self.error)
+
+    def lines(self) -> list[tuple[str, Kind]]:
+        """Return the lines of the print, each with its kind."""
+        lines: list[tuple[str, Kind]] = []
+        for function in self.functions:
+            if lines:
+                lines.append(("", "reached"))
+            lines.append((_heading(function), "heading"))
+            width = min(MARGIN, max(len(line.text) for line in function.lines))
+            for line in function.lines:
+                kind: Kind = "reached"
+                if line.has_failed:
+                    kind = "failed"
+                elif not line.is_reached:
+                    kind = "not reached"
+                lines.append((_with_margin(line, width, function.calls), kind))
+        if self.error is not None:
+            lines.append(("", "reached"))
+            lines.append((self.error, "failed"))
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(line for line, _ in self.lines())
+
+    def _repr_html_(self) -> str:
+        lines = []
+        for line, kind in self.lines():
+            lines.append(f'<span style="{_STYLES[kind]}">{html.escape(line)}</span>')
+        return "<pre>" + "\n".join(lines) + "</pre>"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the source as plain data."""
+        return dataclasses.asdict(self)
+
+
+def _heading(function: FunctionSource) -> str:
+    heading = f"{function.file}: {function.name}"
+    if function.calls > 1:
+        heading += f" x {function.calls}"
+    return heading
+
+
+def _with_margin(line: SourceLine, width: int, calls: int) -> str:
+    if not line.values:
+        return line.text
+    values = []
+    for value in line.values:
+        text = str(value)
+        # A call's own number is in the heading.
+        if value.times not in (1, calls):
+            text += f" x {value.times}"
+        values.append(text)
+    mark = "|"
+    if line.has_failed:
+        mark = "!"
+    return f"{line.text:<{width}} {mark} {'; '.join(values)}"
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+@typed
+def annotated_source(
+    function: Callable[..., Any], *arrays: Any, of: str | None = None
+) -> AnnotatedSource:
+    """Return the source of a call, with the shapes of the arrays that each line sets or returns.
+
+    `arrays` are arrays, `jax.ShapeDtypeStruct`, or texts such as `"float32[b t 8]"`, whose names
+    are sizes that may be any number. Nothing is computed. The source is that of the functions in
+    the folder of `function`, or in its cell of a notebook; `of` selects those with a text in their
+    name or their file's.
+
+    A line has the shapes that Python sees while JAX traces it: inside `jax.vmap` those of one
+    example, inside `jax.lax.scan` and `jax.checkpoint` those of one step. A function under
+    `jax.jit` is traced once for all calls with the same shapes. Arguments and results of `@typed`
+    functions have the dimension names of their annotations. Raises RuntimeError while a debugger
+    or coverage traces this thread, and ValueError for a function without Python source.
+    """
+    symbols: dict[str, tuple[int, int]] = {}
+    first = tuple(_array(array, symbols, 0) for array in arrays)
+    second = tuple(_array(array, symbols, 1) for array in arrays)
+    calls = [(function, first)]
+    if symbols:
+        calls.append((function, second))
+    source = source_of_calls(calls, symbols, folders_of(function))
+    if of is None:
+        return source
+    return source.of(of)
+
+
+def source_of_calls(
+    calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
+    symbols: Mapping[str, tuple[int, int]],
+    folders: frozenset[str],
+) -> AnnotatedSource:
+    """Return the source of one call, or of a call with each of the two sizes of symbols.
+
+    A call is a function and its arguments. `folders` are those of the functions that are shown.
+    """
+    recordings = [_record(function, arguments, folders) for function, arguments in calls]
+    first = recordings[0]
+    records = first.records
+    if len(recordings) == 2:
+        records = _with_symbols(records, recordings[1].records, symbols)
+    functions = []
+    for place in first.calls:
+        function = _function_source(place, records, first)
+        if any(line.values or line.has_failed for line in function.lines):
+            functions.append(function)
+    if not functions and first.error is None:
+        raise ValueError("no line sets an array: the call may have no Python source")
+    return AnnotatedSource(tuple(functions), first.error)
+
+
+def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
+    """Return an abstract array for an argument; new symbols of a text get their sizes."""
+    if not isinstance(array, str):
+        return array
+    dtype, dimensions = parse_array(array)
+    shape = []
+    for name in dimensions.split():
+        if name.isdigit():
+            shape.append(int(name))
+            continue
+        if not name.isidentifier():
+            raise ValueError(f"{array!r}: write each dimension as a name or a number, not {name!r}")
+        if name not in symbols:
+            position = len(symbols)
+            if position == len(_SIZES):
+                raise ValueError(f"{array!r}: at most {len(_SIZES)} names are open sizes")
+            # Each pair has a difference of its own, so that sums of sizes have theirs.
+            symbols[name] = (_SIZES[position], _SIZES[position] + 2 + 3 * position)
+        shape.append(symbols[name][which])
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def folders_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the folder of a function, or those of a module's class and of its call."""
+    written: Any = inspect.unwrap(function)
+    if isinstance(written, functools.partial):
+        return folders_of(written.func)
+    folders = set()
+    if not inspect.isroutine(written):
+        kind = written if isinstance(written, type) else type(written)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if file is not None:
+            folders.add(_folder(file))
+        written = inspect.unwrap(kind.__init__ if kind is written else kind.__call__)  # type: ignore[misc]
+    code = getattr(written, "__code__", None)
+    if code is not None:
+        folders.add(_folder(code.co_filename))
+    if not folders:
+        raise ValueError(f"{function!r} has no Python source")
+    return frozenset(folders)
+
+
+@functools.cache
+def _folder(file: str) -> str:
+    """Return a file's folder, or the name of what isn't on disk, such as a cell of a notebook."""
+    path = Path(file)
+    if path.is_file():
+        return str(path.parent)
+    return file
+
+
+# --- recording -----------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """The place of a function. Code objects of two files may be equal, so they are no keys."""
+
+    file: str
+    name: str
+    line: int
+
+
+def _place(code: types.CodeType) -> _Place:
+    return _Place(code.co_filename, code.co_qualname, code.co_firstlineno)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A name that a statement has set, or an operand of the one that failed."""
+
+    place: _Place
+    line: int
+    name: str
+    shapes: tuple[Shape, ...]
+
+
+class _Recording:
+    """What happened in the functions of some folders while a call ran."""
+
+    def __init__(self, folders: frozenset[str]) -> None:
+        self.folders = folders
+        self.records: list[_Record] = []
+        self.calls: dict[_Place, int] = {}
+        """How often each function was called."""
+        self.statements: dict[_Place, _Statements | None] = {}
+        self.reached: set[tuple[_Place, int]] = set()
+        self.failed: tuple[_Place, int] | None = None
+        self.error: str | None = None
+        self._annotations: dict[_Place, dict[str, Any]] = {}
+
+    def watch(self, call: TypedCall) -> None:
+        """Note the annotations of a typed function, which is called next."""
+        code = getattr(inspect.unwrap(call.function), "__code__", None)
+        if code is not None:
+            self._annotations[_place(code)] = call.annotations
+
+    def trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
+        """Return what Python calls for each line of a frame, or None for one that isn't shown."""
+        code = frame.f_code
+        # Comprehensions, lambdas, modules and class bodies have names in brackets or no lines of
+        # their own.
+        is_shown = _folder(code.co_filename) in self.folders and not code.co_name.startswith("<")
+        if event != "call" or not is_shown:
+            return None
+        place = _place(code)
+        if place not in self.statements:
+            self.statements[place] = _read_statements(code)
+        statements = self.statements[place]
+        if statements is None:
+            return None
+        is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
+        if not is_generator or place not in self.calls:  # one that goes on is called again
+            self.calls[place] = self.calls.get(place, 0) + 1
+        annotations = self._annotations.get(place, {})
+        for name, value in dict(frame.f_locals).items():  # the arguments
+            self._add(place, statements.first, name, annotations.get(name), value)
+        return self._trace_lines(place, statements, annotations.get("return"))
+
+    def _trace_lines(self, place: _Place, statements: "_Statements", result: Any) -> Any:
+        line: int | None = None  # of the statement that is running
+        return_line: int | None = None
+        is_raising = False
+
+        def trace_line(frame: types.FrameType, event: str, value: Any) -> Any:
+            nonlocal line, return_line, is_raising
+            if event == "exception":
+                is_raising = True
+            elif event == "line":
+                if line is not None and not is_raising:
+                    self._add_variables(place, statements, line, frame)
+                is_raising = False
+                line = statements.start_of(frame.f_lineno)
+                self.reached.add((place, line))
+                if line in statements.returns:
+                    return_line = line
+            elif event == "return" and not is_raising and line is not None:
+                self._add_variables(place, statements, line, frame)
+                # A `with` statement ends after the `return` inside it.
+                self._add(place, return_line or line, "return", result, value)
+            return trace_line
+
+        return trace_line
+
+    def _add_variables(
+        self, place: _Place, statements: "_Statements", line: int, frame: types.FrameType
+    ) -> None:
+        """Record what a statement has set."""
+        variables = dict(frame.f_locals)
+        for name in statements.names.get(line, ()):
+            self._add(place, line, name, None, variables.get(name))
+        for name, attribute in statements.attributes.get(line, ()):
+            # Not getattr, which would call properties.
+            attributes = getattr(variables.get(name), "__dict__", {})
+            self._add(place, line, f"{name}.{attribute}", None, attributes.get(attribute))
+
+    def _add(self, place: _Place, line: int, name: str, annotation: Any, value: Any) -> None:
+        shapes = _shapes(annotation, value)
+        if shapes:
+            self.records.append(_Record(place, line, name, shapes))
+
+    def fail(self, error: Exception) -> None:
+        """Record the last line that is shown among those that an error passed through."""
+        lines = str(error).strip().splitlines()
+        self.error = f"{type(error).__name__}: {lines[-1] if lines else ''}"
+        found = None
+        traceback = error.__traceback__
+        while traceback is not None:
+            if _place(traceback.tb_frame.f_code) in self.calls:
+                found = traceback
+            traceback = traceback.tb_next
+        if found is None:
+            return
+        place = _place(found.tb_frame.f_code)
+        statements = self.statements[place]
+        assert statements is not None
+        line = statements.start_of(found.tb_lineno)
+        self.failed = (place, line)
+        values = dict(found.tb_frame.f_locals)
+        for name in statements.operands.get(line, ()):
+            self._add(place, line, name, None, values.get(name))
+
+
+def _record(
+    function: Callable[..., Any], arguments: tuple[Any, ...], folders: frozenset[str]
+) -> _Recording:
+    """Call a function abstractly, and record what the functions in `folders` do."""
+    if sys.gettrace() is not None:
+        raise RuntimeError(
+            "a debugger or coverage traces this thread: end it, or call annotated_source elsewhere"
+        )
+    linecache.checkcache()  # a file may have been changed since it was read
+    recording = _Recording(folders)
+
+    def traced(*arguments: Any) -> None:
+        sys.settrace(recording.trace)
+        try:
+            function(*arguments)
+        finally:
+            sys.settrace(None)
+
+    with watching(recording.watch):
+        try:
+            jax.eval_shape(traced, *arguments)
+        except Exception as error:
+            recording.fail(error)
+    return recording
+
+
+def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
+    """Return the shapes of a value's arrays, by the annotation's names where there is one."""
+    if annotation is not None:
+        shapes = shapes_of(annotation, value)
+        if shapes:
+            return tuple(shapes)
+    if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, nnx.Variable)):
+        return (_shape(value),)
+    if not isinstance(value, (tuple, list, dict)):
+        return ()
+    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is not value and _is_object(leaf))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
+    if not arrays:
+        return ()
+    if len(arrays) > MOST_LEAVES:
+        return (Shape(f"{len(arrays)} arrays", ()),)
+    return tuple(_shape(array) for array in arrays)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, (tuple, list, dict))
+
+
+def _shape(array: Any) -> Shape:
+    dtype = "key" if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.name
+    return Shape(dtype, tuple(("", size) for size in array.shape))
+
+
+def _with_symbols(
+    first: list[_Record], second: list[_Record], symbols: Mapping[str, tuple[int, int]]
+) -> list[_Record]:
+    """Return the records of the first sizes, with names for sizes that differ in the second."""
+    if [(record.place, record.line, record.name) for record in first] != [
+        (record.place, record.line, record.name) for record in second
+    ]:
+        return first  # Python took other branches for the other sizes
+    named = []
+    for one, other in zip(first, second, strict=True):
+        shapes = one.shapes
+        if [len(shape.dimensions) for shape in one.shapes] == [
+            len(shape.dimensions) for shape in other.shapes
+        ]:
+            shapes = with_symbols(one.shapes, other.shapes, symbols)  # type: ignore[arg-type]
+        named.append(_Record(one.place, one.line, one.name, shapes))  # type: ignore[arg-type]
+    return named
+
+
+# --- source --------------------------------------------------------------------------------------
+
+
+class _Statements:
+    """The statements of a function, by the number of their first lines."""
+
+    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.first = function.lineno
+        self.last = function.end_lineno or function.lineno
+        self.names: dict[int, list[str]] = {}
+        """The names that a statement sets, without those of comprehensions."""
+        self.attributes: dict[int, list[tuple[str, str]]] = {}
+        """Such as `self` and `x` of `self.x = ...`."""
+        self.operands: dict[int, list[str]] = {}
+        """The names that a statement reads."""
+        self.returns: set[int] = set()
+        self._starts: dict[int, int] = {}
+        for statement in _statements_below(function):
+            self._read(statement)
+
+    def _read(self, statement: ast.stmt) -> None:
+        line = statement.lineno
+        if isinstance(statement, ast.Return):
+            self.returns.add(line)
+        for part in _own_parts(statement):
+            for number in range(part.lineno, (part.end_lineno or part.lineno) + 1):
+                self._starts.setdefault(number, line)
+            node: Any
+            for node in _walk(part):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names = self.names.setdefault(line, [])
+                    if node.id not in names:
+                        names.append(node.id)
+                elif isinstance(node, ast.Name):
+                    names = self.operands.setdefault(line, [])
+                    if node.id not in names:
+                        names.append(node.id)
+                elif _is_attribute_set(node):
+                    attributes = self.attributes.setdefault(line, [])
+                    attributes.append((node.value.id, node.attr))
+
+    def start_of(self, line: int) -> int:
+        """Return the first line of the statement that a line is a part of."""
+        return self._starts.get(line, line)
+
+
+def _statements_below(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a function, also those in blocks, without those of functions and
+    classes inside it."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, field, [])
+        if not isinstance(children, list):  # the body of a lambda
+            continue
+        for child in children:
+            if isinstance(child, ast.stmt):
+                yield child
+            if not isinstance(child, _SCOPES):
+                yield from _statements_below(child)
+
+
+def _is_attribute_set(node: Any) -> bool:
+    """Return whether a node is the `self.x` of `self.x = ...`."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+        return False
+    return isinstance(node.value, ast.Name)
+
+
+def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
+    """Return the expressions of a statement without those of the statements in its blocks."""
+    if isinstance(statement, _SCOPES):
+        return []
+    if not hasattr(statement, "body"):
+        return [statement]
+    parts: list[ast.expr | ast.stmt] = []
+    for field, child in ast.iter_fields(statement):
+        if field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            continue
+        for node in child if isinstance(child, list) else [child]:
+            if isinstance(node, ast.expr):
+                parts.append(node)
+            elif isinstance(node, ast.withitem):
+                parts.append(node.context_expr)
+                if node.optional_vars is not None:
+                    parts.append(node.optional_vars)
+    return parts
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of an expression, without those of scopes inside it.
+
+    From Python 3.12 on, the variables of a comprehension are among the function's own.
+    """
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*_COMPREHENSIONS, *_SCOPES)):
+            yield from _walk(child)
+
+
+def _read_statements(code: types.CodeType) -> _Statements | None:
+    """Return the statements of a function, or None if its source can't be read."""
+    tree = _tree(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+    if tree is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            decorated = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            if code.co_firstlineno in (decorated, node.lineno):
+                return _Statements(node)
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(_: str, source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:  # the file was changed since it was imported
+        return None
+
+
+def _function_source(
+    place: _Place, records: list[_Record], recording: _Recording
+) -> FunctionSource:
+    statements = recording.statements[place]
+    assert statements is not None
+    counts: dict[int, dict[tuple[str, tuple[Shape, ...]], int]] = {}
+    for record in records:
+        if record.place == place:
+            values = counts.setdefault(record.line, {})
+            key = (record.name, record.shapes)
+            values[key] = values.get(key, 0) + 1
+    lines = []
+    for number in range(statements.first, statements.last + 1):
+        start = statements.start_of(number)
+        is_reached = number == statements.first or (place, start) in recording.reached
+        has_failed = recording.failed == (place, number)
+        text = linecache.getline(place.file, number).rstrip("\n")
+        found = []
+        for (name, shapes), times in counts.get(number, {}).items():
+            found.append(LineValue(name, shapes, times))
+        lines.append(SourceLine(number, text, tuple(found), is_reached, has_failed))
+        if has_failed:
+            break
+    return FunctionSource(_short(place.file), place.name, recording.calls[place], tuple(lines))
+
+
+def _short(file: str) -> str:
+    """Return a file's path in the working directory, or in the folder that it is imported from."""
+    path = Path(file)
+    shortest = path
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        if folder.is_absolute() and path.is_relative_to(folder):
+            relative = path.relative_to(folder)
+            if len(relative.parts) < len(shortest.parts):
+                shortest = relative
+    return str(shortest)

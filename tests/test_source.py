@@ -1,0 +1,378 @@
+"""Source with shapes: each line shows what it sets, and a failing call ends at its line."""
+
+import json
+import linecache
+import sys
+import threading
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jaxtyping import Array, Float
+
+import jgpt
+from jgpt.shapes.source import AnnotatedSource, annotated_source
+from tests.commands import jgpt as command
+from tests.commands import refused, worked
+
+
+def shown(source: AnnotatedSource) -> dict[str, list[str]]:
+    """The lines with values of each function: the code, and the margin."""
+    found: dict[str, list[str]] = {}
+    for function in source.functions:
+        lines = []
+        for line in function.lines:
+            if line.values:
+                lines.append(f"{line.text.strip()} | {'; '.join(map(str, line.values))}")
+        found[function.name.rpartition(".<locals>.")[2]] = lines
+    return found
+
+
+def mixed(x: Any, w: Any) -> Any:
+    scores = jnp.einsum(
+        "btd,de->bte",
+        x,
+        w,
+    )
+    for _ in range(3):
+        scores = scores + 1
+    if x.ndim == 9:
+        scores = scores[0]
+    first, pair = scores.max(-1), [each for each in (scores, x)]
+    same = x
+    return first, pair, same
+
+
+def test_each_line_shows_what_it_sets():
+    source = annotated_source(mixed, "float32[b t 8]", "bfloat16[8 5]")
+
+    assert shown(source)["mixed"] == [
+        "def mixed(x: Any, w: Any) -> Any: | x: float32[b t 8]; w: bfloat16[8 5]",
+        "scores = jnp.einsum( | scores: float32[b t 5]",
+        "scores = scores + 1 | scores: float32[b t 5]",
+        "first, pair = scores.max(-1), [each for each in (scores, x)] | "
+        "first: float32[b t]; pair: (float32[b t 5], float32[b t 8])",
+        "same = x | same: float32[b t 8]",
+        "return first, pair, same | return: "
+        "(float32[b t], float32[b t 5], float32[b t 8], float32[b t 8])",
+    ]
+    lines = str(source).splitlines()
+    assert any(line.endswith("| scores: float32[b t 5] x 3") for line in lines)
+    (branch,) = [line for line in source.functions[0].lines if line.text.endswith("scores[0]")]
+    assert not branch.is_reached
+    assert f'opacity:0.5">{branch.text}</span>' in source._repr_html_()
+
+
+def test_a_branch_that_depends_on_a_size_leaves_numbers():
+    def halves(x):
+        y = x
+        if x.shape[0] > 102:
+            y = y + 1
+        return y
+
+    lines = shown(annotated_source(halves, "float32[b]"))["halves"]
+    assert lines[-1] == "return y | return: float32[101]"
+
+
+class Scaled:
+    def __init__(self, w: Any) -> None:
+        self.w = w + 1
+        self.name = "scaled"
+
+    def __call__(self, x: Any) -> Any:
+        with jax.named_scope("scaled"):
+            return x @ self.w
+
+
+def transformed(x: Any) -> Any:
+    scaled = Scaled(x.T)
+    try:
+        y = x @ x
+    except TypeError:
+        y = x
+
+    def double(row):
+        return row * 2
+
+    def body(carry, row):
+        carry = carry + row
+        return carry, row
+
+    rows = jax.vmap(double)(y)
+    last, rows = jax.lax.scan(body, x[0], rows)
+    slope = jax.grad(lambda x: jax.checkpoint(jnp.sum)(x**2))(x)
+    return jax.jit(scaled)(slope), last
+
+
+def test_attributes_blocks_and_transformations():
+    found = shown(annotated_source(transformed, "float32[b t]"))
+
+    assert found["transformed"] == [
+        "def transformed(x: Any) -> Any: | x: float32[b t]",
+        "y = x | y: float32[b t]",
+        "rows = jax.vmap(double)(y) | rows: float32[b t]",
+        "last, rows = jax.lax.scan(body, x[0], rows) | last: float32[t]; rows: float32[b t]",
+        "slope = jax.grad(lambda x: jax.checkpoint(jnp.sum)(x**2))(x) | slope: float32[b t]",
+        "return jax.jit(scaled)(slope), last | return: (float32[b b], float32[t])",
+    ]
+    assert found["Scaled.__init__"][-1] == "self.w = w + 1 | self.w: float32[t b]"
+    assert found["Scaled.__call__"][-1] == "return x @ self.w | return: float32[b b]"
+    assert found["double"] == [
+        "def double(row): | row: float32[t]",
+        "return row * 2 | return: float32[t]",
+    ]
+    assert found["body"][1:] == [
+        "carry = carry + row | carry: float32[t]",
+        "return carry, row | return: (float32[t], float32[t])",
+    ]
+
+
+def test_recursion_and_generators():
+    def down(x):
+        if x.shape[0] == 1:
+            return x
+        return down(x[1:])
+
+    def parts(x):
+        for row in x:
+            part = row + 1
+            yield part
+
+    def total(x):
+        return sum(parts(x)) + down(x)
+
+    source = annotated_source(total, jnp.ones((3, 2)))
+    calls = {function.name.rpartition(".")[2]: function.calls for function in source.functions}
+    assert calls == {"total": 1, "parts": 1, "down": 3}
+    assert shown(source)["parts"][2] == "part = row + 1 | part: float32[2]"
+    assert shown(source)["down"][-1] == "return down(x[1:]) | return: float32[1 2]"
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def wrong(x: Any, kernel: Any) -> Any:
+    y = x * 2
+    z = y @ kernel
+    return z + 1
+
+
+def test_a_failing_call_ends_at_its_line_with_the_operands():
+    source = annotated_source(wrong, "float32[b t 8]", "float32[7 5]")
+
+    last = source.functions[-1].lines[-1]
+    assert (last.text.strip(), last.has_failed) == ("z = y @ kernel", True)
+    assert list(map(str, last.values)) == ["y: float32[b t 8]", "kernel: float32[7 5]"]
+    assert source.error is not None
+    assert source.error.startswith("TypeError: dot_general requires contracting dimensions")
+    assert str(source).splitlines()[-3].endswith("! y: float32[b t 8]; kernel: float32[7 5]")
+    assert str(source).endswith("got (8,) and (7,).")
+
+
+def test_an_error_that_is_handled_is_no_failure():
+    assert annotated_source(transformed, "float32[b t]").error is None
+
+
+def test_a_wrong_call_of_a_typed_function_has_its_reason():
+    @jgpt.typed
+    def take(x: Float[Array, "batch 4"]) -> Float[Array, "batch"]:
+        return x[:, 0]
+
+    def caller(x):
+        y = x + 1
+        return take(y)
+
+    source = annotated_source(caller, "float32[b 3]")
+    assert source.functions[-1].lines[-1].text.strip() == "return take(y)"
+    assert source.error is not None
+    assert source.error.startswith("TypeCheckError: Reason: ")
+
+
+def test_what_traces_the_thread_stays_and_is_named():
+    heard = []
+
+    def other(*arguments):
+        heard.append(arguments[1])
+
+    before = sys.gettrace()
+    sys.settrace(other)
+    try:
+        with pytest.raises(RuntimeError, match="a debugger or coverage traces this thread"):
+            annotated_source(mixed, "float32[b t 8]", "float32[8 5]")
+        assert sys.gettrace() is other
+    finally:
+        sys.settrace(before)
+    annotated_source(wrong, "float32[b t 8]", "float32[7 5]")
+    assert sys.gettrace() is before
+
+
+@pytest.mark.parametrize(
+    ("function", "array", "message"),
+    [
+        (len, "float32[b]", "has no Python source"),
+        (mixed, "float32[b+1 t]", "write each dimension as a name or a number, not 'b\\+1'"),
+        (mixed, "float99[b]", "is not an array such as"),
+        (lambda x: x, "float32[b]", "no line sets an array"),
+    ],
+)
+def test_what_can_t_be_shown_is_named(function, array, message):
+    with pytest.raises(ValueError, match=message):
+        annotated_source(function, array)
+
+
+def test_code_of_a_notebook_has_lines_and_code_without_source_none():
+    names: dict[str, Any] = {}
+    text = "def cell(x):\n    y = x + 1\n    return y\n"
+    exec(compile(text, "<a cell>", "exec"), names)  # as a notebook does
+    with pytest.raises(ValueError, match="no line sets an array"):
+        annotated_source(names["cell"], "float32[b]")
+
+    exec(compile(text, "<another cell>", "exec"), names)
+    lines = [line + "\n" for line in text.split("\n")]
+    linecache.cache["<another cell>"] = (len(text), None, lines, "<another cell>")
+    source = annotated_source(names["cell"], "float32[b]")
+    assert source.functions[0].file == "<another cell>"
+    assert shown(source)["cell"][1] == "y = x + 1 | y: float32[b]"
+
+
+def test_another_thread_is_left_alone():
+    found: list[Any] = []
+
+    def work():
+        found.append(annotated_source(wrong, "float32[b t 8]", "float32[8 5]").error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert annotated_source(wrong, "float32[b t 8]", "float32[8 5]").error is None
+    thread.join()
+    assert found == [None]
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def test_the_lines_of_attention_have_their_shapes():
+    (text,) = [worked("shapes", "tiny", "--source", "--of", "attention_weights")]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+
+    assert lines[0].endswith("nn/attention.py: attention_weights x 2")
+    assert lines[1].endswith(
+        "| query: float32[b 2 query=t head_dim=16]; key: float32[b 2 key=t head_dim=16]; "
+        "mask: bool[query=t key=t]"
+    )
+    assert "weights = jax.nn.softmax(scores, axis=-1) | weights: float32[b 2 t t]" in lines
+    assert lines[-1] == "return weights.astype(query.dtype) | return: float32[b 2 query=t key=t]"
+
+
+def test_the_lines_of_a_gpt_are_those_of_its_values():
+    """Each name of the residual stream has the shape of the array that an eager call computes."""
+    model = jgpt.GPT(
+        jgpt.ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=12),
+        rngs=nnx.Rngs(0),
+    )
+    tokens = jnp.ones((3, 5), jnp.int32)
+    source = annotated_source(model, tokens)
+    values: dict[tuple[str, int, str], set[tuple[int, ...]]] = {}
+
+    def trace(frame, event, argument):
+        names = {function.name: function for function in source.functions}
+        function = names.get(frame.f_code.co_qualname)
+        if function is None:
+            return None
+        if event == "return" and hasattr(argument, "shape"):
+            values.setdefault((function.name, 0, "return"), set()).add(argument.shape)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        model(tokens)
+    finally:
+        sys.settrace(None)
+    compared = 0
+    for function in source.functions:
+        eager = values.get((function.name, 0, "return"))
+        found = set()
+        for line in function.lines:
+            for value in line.values:
+                if value.name == "return" and len(value.shapes) == 1:
+                    found.add(tuple(size for _, size in value.shapes[0].dimensions))
+        if eager and found:
+            assert found == eager, function.name
+            compared += 1
+    assert compared > 15
+
+
+class EquinoxMLP(equinox.Module):
+    weight: Array
+
+    def __call__(self, x):
+        hidden = self.weight @ x
+        return jax.nn.relu(hidden)
+
+
+class LinenMLP(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", linen.initializers.ones, (x.shape[-1], 7))
+        hidden = x @ kernel
+        return jax.nn.relu(hidden)
+
+
+def test_models_of_other_libraries():
+    found = shown(annotated_source(EquinoxMLP(jnp.ones((7, 4))), "float32[4]"))
+    assert found["EquinoxMLP.__call__"][1:] == [
+        "hidden = self.weight @ x | hidden: float32[7]",
+        "return jax.nn.relu(hidden) | return: float32[7]",
+    ]
+
+    module = LinenMLP()
+
+    def apply(x):
+        variables = module.init(jax.random.key(0), x)
+        return module.apply(variables, x)
+
+    found = shown(annotated_source(apply, "float32[b 4]"))
+    assert found["LinenMLP.__call__"][1:] == [
+        'kernel = self.param("kernel", linen.initializers.ones, (x.shape[-1], 7)) | '
+        "kernel: float32[4 7]",
+        "hidden = x @ kernel | hidden: float32[b 7]",
+        "return jax.nn.relu(hidden) | return: float32[b 7]",
+    ]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_has_its_source_as_json():
+    found = json.loads(worked("shapes", "tiny", "--source", "--json", "--of", "causal_mask"))
+    (function,) = found["functions"]
+    values = [value for line in function["lines"] for value in line["values"]]
+    assert [value["name"] for value in values] == ["mask", "return"]
+    assert values[0]["shapes"] == [{"dtype": "bool", "dimensions": [["", "t"], ["", "t"]]}]
+    assert found["error"] is None
+
+
+@pytest.mark.parametrize(("option", "name"), [("--train", "steps"), ("--decode", "append")])
+def test_the_source_of_a_step(option, name):
+    said = command("shapes", "tiny", option, "--source", "--of", name)
+    assert said.code == 0, said.stderr
+    assert "[" in said.stdout
+
+
+def test_what_is_wrong_is_one_line():
+    assert "--of selects functions of --source" in refused("shapes", "tiny", "--of", "attend")
+    said = refused("shapes", "tiny", "--source", "--of", "nothing")
+    assert "no function that was called has 'nothing' in its name" in said
+
+
+def test_numpy_arrays_are_arrays():
+    def constant(x):
+        table = np.ones((3, 2))
+        return x + table
+
+    lines = shown(annotated_source(constant, jnp.ones(2)))["constant"]
+    assert lines[1] == "table = np.ones((3, 2)) | table: float64[3 2]"
