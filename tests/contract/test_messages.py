@@ -55,7 +55,7 @@ Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=10
 """
 KEY_EXPECTS = """\
 jgpt.generation.decoding.generate() got a wrong argument `key`.
-Expected: Key[Array, ""] | UInt32[Array, "_"]
+Expected: Key[Array, ""] | UInt32[Array, "words"]
 """
 HEAD_DIM_EXPECTS = """\
 jgpt.nn.heads.Head.__init__() got a wrong argument `head_dim`.
