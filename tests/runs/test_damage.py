@@ -274,6 +274,9 @@ def test_a_run_whose_folder_is_replaced_stops_and_writes_nothing_into_the_new_on
         # the state is saved meanwhile, and then its loss
         while not manifest.exists() or '"unevaluated": null' not in manifest.read_text():
             time.sleep(0.02)
+        # what the manifest was written as may not be gone yet, and the copy would miss it
+        while list(checkpoints.glob("saving-6*")):
+            time.sleep(0.02)
         out.rename(moved)
         shutil.copytree(moved, out)
         (checkpoints / "6").rename(checkpoints / "2")  # would be deleted as an old one
