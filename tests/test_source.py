@@ -1,5 +1,6 @@
 """Source with shapes: each line shows what it sets, and a failing call ends at its line."""
 
+import importlib
 import json
 import linecache
 import sys
@@ -67,15 +68,18 @@ def test_each_line_shows_what_it_sets():
     assert f'opacity:0.5">{branch.text}</span>' in source._repr_html_()
 
 
-def test_a_branch_that_depends_on_a_size_leaves_numbers():
+def test_a_branch_that_depends_on_a_size_leaves_numbers_and_says_so():
     def halves(x):
         y = x
         if x.shape[0] > 102:
             y = y + 1
         return y
 
-    lines = shown(annotated_source(halves, "float32[b]"))["halves"]
-    assert lines[-1] == "return y | return: float32[101]"
+    source = annotated_source(halves, "float32[b]")
+    assert shown(source)["halves"][-1] == "return y | return: float32[101]"
+    assert source.note == "The lines depend on the sizes; these are the shapes for b=101."
+    assert str(source).endswith(source.note)
+    assert annotated_source(mixed, "float32[b t 8]", "float32[8 5]").note is None
 
 
 class Scaled:
@@ -150,6 +154,29 @@ def test_recursion_and_generators():
     assert calls == {"total": 1, "parts": 1, "down": 3}
     assert shown(source)["parts"][2] == "part = row + 1 | part: float32[2]"
     assert shown(source)["down"][-1] == "return down(x[1:]) | return: float32[1 2]"
+
+
+def test_a_tree_of_many_arrays_is_counted():
+    def trees(x):
+        few = {"a": x, "b": [x, (x, x)], "c": 1}
+        many = [x] * 5
+        return few, many
+
+    lines = shown(annotated_source(trees, "float32[b]"))["trees"]
+    assert lines[1].endswith("| few: (float32[b], float32[b], float32[b], float32[b])")
+    assert lines[2].endswith("| many: 5 arrays")
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "changed_while_imported.py"
+    file.write_text("def f(x):\n    y = x + 1\n    return y\n")
+    module = importlib.import_module(file.stem)
+    assert shown(annotated_source(module.f, "float32[b]"))["f"][1].startswith("y = x + 1 ")
+    file.write_text("def f(x):\n    longer = x + 2\n    return longer\n")
+    importlib.reload(module)
+    assert shown(annotated_source(module.f, "float32[b]"))["f"][1].startswith("longer = x + 2 ")
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -256,7 +283,7 @@ def test_another_thread_is_left_alone():
 
 
 def test_the_lines_of_attention_have_their_shapes():
-    (text,) = [worked("shapes", "tiny", "--source", "--of", "attention_weights")]
+    text = worked("shapes", "tiny", "--source", "--of", "attention_weights")
     lines = [" ".join(line.split()) for line in text.splitlines()]
 
     assert lines[0].endswith("nn/attention.py: attention_weights x 2")
@@ -276,15 +303,11 @@ def test_the_lines_of_a_gpt_are_those_of_its_values():
     )
     tokens = jnp.ones((3, 5), jnp.int32)
     source = annotated_source(model, tokens)
-    values: dict[tuple[str, int, str], set[tuple[int, ...]]] = {}
+    eager: dict[str, set[tuple[int, ...]]] = {}
 
-    def trace(frame, event, argument):
-        names = {function.name: function for function in source.functions}
-        function = names.get(frame.f_code.co_qualname)
-        if function is None:
-            return None
-        if event == "return" and hasattr(argument, "shape"):
-            values.setdefault((function.name, 0, "return"), set()).add(argument.shape)
+    def trace(frame, event, result):
+        if event == "return" and isinstance(result, jax.Array):
+            eager.setdefault(frame.f_code.co_qualname, set()).add(result.shape)
         return trace
 
     sys.settrace(trace)
@@ -294,14 +317,13 @@ def test_the_lines_of_a_gpt_are_those_of_its_values():
         sys.settrace(None)
     compared = 0
     for function in source.functions:
-        eager = values.get((function.name, 0, "return"))
         found = set()
         for line in function.lines:
             for value in line.values:
                 if value.name == "return" and len(value.shapes) == 1:
                     found.add(tuple(size for _, size in value.shapes[0].dimensions))
-        if eager and found:
-            assert found == eager, function.name
+        if found and function.name in eager:
+            assert found == eager[function.name], function.name
             compared += 1
     assert compared > 15
 
@@ -356,11 +378,36 @@ def test_the_command_has_its_source_as_json():
     assert found["error"] is None
 
 
-@pytest.mark.parametrize(("option", "name"), [("--train", "steps"), ("--decode", "append")])
-def test_the_source_of_a_step(option, name):
-    said = command("shapes", "tiny", option, "--source", "--of", name)
-    assert said.code == 0, said.stderr
-    assert "[" in said.stdout
+@pytest.mark.parametrize(
+    ("option", "name", "line", "shapes"),
+    [
+        ("--train", "gradients_of", "loss, gradients = ", "loss: float32[]; gradients: 19 arrays"),
+        ("--train", "Block.__call__", "x = x + self.attention(", "x: float32[b t 32]"),
+        ("--decode", "Block.__call__", "x = x + self.attention(", "x: float32[b 1 32]"),
+    ],
+)
+def test_the_source_of_a_step(option, name, line, shapes):
+    said = worked("shapes", "tiny", option, "--source", "--of", name)
+    (found,) = [each for each in said.splitlines() if each.strip().startswith(line)]
+    assert found.partition(" | ")[2] == shapes
+
+
+def test_a_model_that_fails_ends_with_its_error(tmp_path):
+    (tmp_path / "my_gpt.py").write_text(
+        "import jgpt\n\n\n"
+        "class GPT(jgpt.GPT):\n"
+        "    def embed(self, tokens, *, cache=None, rngs=None):\n"
+        "        x = super().embed(tokens, cache=cache, rngs=rngs)\n"
+        "        y = x[..., :3]\n"
+        "        return x + y\n"
+    )
+    words = ("shapes", "tiny", "--model", "my_gpt.py:GPT", "--source", "--of", "GPT.embed")
+    done = command(*words, cwd=tmp_path)
+    assert done.code == 2
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "return x + y ! x: float32[b t 32]; y: float32[b t 3]" in lines
+    assert done.stderr.startswith("jgpt: TypeError: add got incompatible shapes")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_what_is_wrong_is_one_line():

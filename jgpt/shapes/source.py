@@ -31,7 +31,8 @@ _SIZES = (101, 211, 307, 401, 503)
 """First sizes of the symbols in texts, primes, so that no sum or product of few is another."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""The fields of a statement that have other statements."""
 
 Kind = Literal["heading", "reached", "not reached", "failed"]
 _STYLES: dict[Kind, str] = {
@@ -88,6 +89,8 @@ class AnnotatedSource:
     functions: tuple[FunctionSource, ...]
     error: str | None = None
     """The error that ended the call, of one line."""
+    note: str | None = None
+    """What to know of the sizes, of one line."""
 
     def of(self, text: str) -> "AnnotatedSource":
         """Return the functions with a text in their file's name or their own.
@@ -100,7 +103,7 @@ class AnnotatedSource:
                 found.append(function)
         if not found:
             raise ValueError(f"no function that was called has {text!r} in its name or its file's")
-        return AnnotatedSource(tuple(found), self.error)
+        return dataclasses.replace(self, functions=tuple(found))
 
     def lines(self) -> list[tuple[str, Kind]]:
         """Return the lines of the print, each with its kind."""
@@ -117,6 +120,9 @@ class AnnotatedSource:
                 elif not line.is_reached:
                     kind = "not reached"
                 lines.append((_with_margin(line, width, function.calls), kind))
+        if self.note is not None:
+            lines.append(("", "reached"))
+            lines.append((self.note, "reached"))
         if self.error is not None:
             lines.append(("", "reached"))
             lines.append((self.error, "failed"))
@@ -203,16 +209,22 @@ def source_of_calls(
     recordings = [_record(function, arguments, folders) for function, arguments in calls]
     first = recordings[0]
     records = first.records
+    note = None
     if len(recordings) == 2:
-        records = _with_symbols(records, recordings[1].records, symbols)
+        second = recordings[1]
+        if [record.what for record in records] == [record.what for record in second.records]:
+            records = _with_symbols(records, second.records, symbols)
+        else:
+            sizes = ", ".join(f"{name}={size}" for name, (size, _) in symbols.items())
+            note = f"The lines depend on the sizes; these are the shapes for {sizes}."
     functions = []
     for place in first.calls:
         function = _function_source(place, records, first)
         if any(line.values or line.has_failed for line in function.lines):
             functions.append(function)
     if not functions and first.error is None:
-        raise ValueError("no line sets an array: the call may have no Python source")
-    return AnnotatedSource(tuple(functions), first.error)
+        raise ValueError("no line sets an array: lambdas and code without source have no lines")
+    return AnnotatedSource(tuple(functions), first.error, note)
 
 
 def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
@@ -238,20 +250,27 @@ def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
 
 
 def folders_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the folder of a function, or those of a module's class and of its call."""
+    """Return the folder of a function, or those of the methods of a module's class and of its
+    call."""
     written: Any = inspect.unwrap(function)
     if isinstance(written, functools.partial):
         return folders_of(written.func)
-    folders = set()
+    functions = [written]
     if not inspect.isroutine(written):
-        kind = written if isinstance(written, type) else type(written)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file is not None:
-            folders.add(_folder(file))
-        written = inspect.unwrap(kind.__init__ if kind is written else kind.__call__)  # type: ignore[misc]
-    code = getattr(written, "__code__", None)
-    if code is not None:
-        folders.add(_folder(code.co_filename))
+        kind = written
+        called = "__init__"
+        if not isinstance(written, type):
+            kind = type(written)
+            called = "__call__"
+        # The call may be inherited from another file than that of the methods.
+        functions = [*vars(kind).values(), getattr(kind, called)]
+    folders = set()
+    for each in functions:
+        code = None
+        if callable(each):
+            code = getattr(inspect.unwrap(each), "__code__", None)
+        if code is not None:
+            folders.add(_folder(code.co_filename))
     if not folders:
         raise ValueError(f"{function!r} has no Python source")
     return frozenset(folders)
@@ -289,6 +308,11 @@ class _Record:
     line: int
     name: str
     shapes: tuple[Shape, ...]
+
+    @property
+    def what(self) -> tuple[_Place, int, str, tuple[int, ...]]:
+        """What has shapes, and the rank of each."""
+        return self.place, self.line, self.name, tuple(len(each.dimensions) for each in self.shapes)
 
 
 class _Recording:
@@ -377,8 +401,9 @@ class _Recording:
 
     def fail(self, error: Exception) -> None:
         """Record the last line that is shown among those that an error passed through."""
-        lines = str(error).strip().splitlines()
-        self.error = f"{type(error).__name__}: {lines[-1] if lines else ''}"
+        # The last line of a `TypeCheckError` is its reason.
+        last_line = str(error).strip().rpartition("\n")[2]
+        self.error = f"{type(error).__name__}: {last_line}"
         found = None
         traceback = error.__traceback__
         while traceback is not None:
@@ -447,7 +472,9 @@ def _is_object(value: Any) -> bool:
 
 
 def _shape(array: Any) -> Shape:
-    dtype = "key" if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.name
+    dtype = array.dtype.name
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        dtype = "key"
     return Shape(dtype, tuple(("", size) for size in array.shape))
 
 
@@ -455,18 +482,10 @@ def _with_symbols(
     first: list[_Record], second: list[_Record], symbols: Mapping[str, tuple[int, int]]
 ) -> list[_Record]:
     """Return the records of the first sizes, with names for sizes that differ in the second."""
-    if [(record.place, record.line, record.name) for record in first] != [
-        (record.place, record.line, record.name) for record in second
-    ]:
-        return first  # Python took other branches for the other sizes
     named = []
     for one, other in zip(first, second, strict=True):
-        shapes = one.shapes
-        if [len(shape.dimensions) for shape in one.shapes] == [
-            len(shape.dimensions) for shape in other.shapes
-        ]:
-            shapes = with_symbols(one.shapes, other.shapes, symbols)  # type: ignore[arg-type]
-        named.append(_Record(one.place, one.line, one.name, shapes))  # type: ignore[arg-type]
+        shapes: Any = with_symbols(one.shapes, other.shapes, symbols)  # type: ignore[arg-type]
+        named.append(dataclasses.replace(one, shapes=shapes))
     return named
 
 
@@ -519,7 +538,7 @@ class _Statements:
 def _statements_below(node: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of a function, also those in blocks, without those of functions and
     classes inside it."""
-    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+    for field in _BLOCKS:
         children = getattr(node, field, [])
         if not isinstance(children, list):  # the body of a lambda
             continue
@@ -545,7 +564,7 @@ def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
         return [statement]
     parts: list[ast.expr | ast.stmt] = []
     for field, child in ast.iter_fields(statement):
-        if field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        if field in _BLOCKS:
             continue
         for node in child if isinstance(child, list) else [child]:
             if isinstance(node, ast.expr):

@@ -21,6 +21,7 @@ from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
 from jgpt.fitting.evaluate import Evaluation
 from jgpt.presets import PRESETS
+from jgpt.shapes.source import AnnotatedSource, FunctionSource, SourceLine
 from tests.commands import jgpt
 
 STOP = "the library was reached"
@@ -426,13 +427,13 @@ def test_shapes(switch, trace, calls):
 
 
 def test_the_source_of_shapes(calls, monkeypatch):
-    source = SimpleNamespace(lines=lambda: [("a line", "reached")])
-    monkeypatch.setattr(
-        "jgpt.shapes.source.source_of_calls",
-        lambda *_: SimpleNamespace(of=lambda text: source if text == "attend" else None),
-    )
+    line = SourceLine(1, "a line", (), is_reached=True)
+    functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]
+    source = AnnotatedSource(tuple(functions))
+    monkeypatch.setattr("jgpt.shapes.source.source_of_calls", lambda *_: source)
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
-    assert type_in("shapes", "run", "--source", "--of", "attend") == "a line\n"
+    said = type_in("shapes", "run", "--source", "--of", "attend")
+    assert said == "file.py: attend\na line\n"
 
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):

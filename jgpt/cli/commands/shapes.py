@@ -108,6 +108,8 @@ def _show_source(
         return [dumps(source.as_json())]
     console = open_console()
     colours = name_colours(str(source))
-    for line, kind in source.lines():
+    for line, kind in dataclasses.replace(source, error=None).lines():
         say(console, line, colours=colours, style=_STYLES[kind])
+    if source.error is not None:
+        raise ValueError(source.error)
     return []
