@@ -138,7 +138,13 @@ def run_python(block: Block, names: dict[str, Any], page: str) -> str:
     """The output of a block, or the error if the page shows one."""
     source = "\n" * (block.line - 1) + block.code
     code = compile(source, page, "exec")
-    linecache.cache[page] = (len(source), None, source.splitlines(keepends=True), page)
+    # The page's source up to here, for what reads the source of a function of an earlier block.
+    lines = source.splitlines(keepends=True)
+    if names.get("__page__") == page:
+        earlier = linecache.getlines(page)
+        lines = earlier + lines[len(earlier) :]
+    names["__page__"] = page
+    linecache.cache[page] = (len(source), None, lines, page)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
