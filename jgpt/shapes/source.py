@@ -67,7 +67,7 @@ class SourceLine:
     text: str
     values: tuple[LineValue, ...]
     is_reached: bool
-    """Whether the line's statement was executed. A line that continues another is as that one."""
+    """Whether the statement on the line was executed; false for a line without one, such as a comment."""
     has_failed: bool = False
 
 
