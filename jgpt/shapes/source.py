@@ -67,7 +67,7 @@ class SourceLine:
     text: str
     values: tuple[LineValue, ...]
     is_reached: bool
-    """Whether the statement on the line was executed; false for a line without one, such as a comment."""
+    """Whether the statement on the line was executed. It is false for a comment."""
     has_failed: bool = False
 
 
