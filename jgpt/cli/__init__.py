@@ -15,7 +15,7 @@ from typing import Any
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, help_of, in_options, parse
-from jgpt.cli.signals import interrupt_again
+from jgpt.cli.signals import end_at_once_when_interrupted, interrupt_again
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.refusal import message_of
 from jgpt.user_code import describe_error
@@ -26,6 +26,7 @@ _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, Me
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
+    is_program = args is None
     if args is None:
         args = sys.argv[1:]
     args = list(args)
@@ -34,12 +35,16 @@ def main(args: Sequence[str] | None = None) -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    with (
-        _without_echoes() as repeated,
-        contextlib.redirect_stdout(for_terminal(sys.stdout)),
-        contextlib.redirect_stderr(for_terminal(sys.stderr)),
-    ):
-        _run_or_exit(args, repeated)
+    try:
+        with (
+            _without_echoes() as repeated,
+            contextlib.redirect_stdout(for_terminal(sys.stdout)),
+            contextlib.redirect_stderr(for_terminal(sys.stderr)),
+        ):
+            _run_or_exit(args, repeated)
+    finally:
+        if is_program:
+            end_at_once_when_interrupted()
 
 
 def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:

@@ -89,6 +89,17 @@ def exit_when_interrupted(tidy: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def end_at_once_when_interrupted() -> None:
+    """From now on the system ends the process at Ctrl-C: for a command that has done its work.
+
+    What JAX does at exit takes some tenths of a second, and Python reports KeyboardInterrupt there
+    with a traceback and exits with 0.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupt_again() -> threading.Event:
     """Interrupt the main thread once more, a moment later, unless the event is set by then.
 

@@ -53,12 +53,12 @@ def stream_text(
 ) -> Iterator[Texts]:
     """Stream the continuation of one prompt, or of several that are sampled as one batch.
 
-    `sampling` are the parameters of `jgpt.generate`. A text ends before its first `stop` string, or
-    after `max_new_tokens`; sampling ends with the last text. A stop string may span tokens, but not
-    begin in the prompt. An empty prompt stands for the beginning of a text if the tokenizer has a
-    token for that, else for a newline. `key` is the PRNG key for sampling, by default that of seed
-    0. Raises ValueError for no prompts, an empty stop string, a prompt that the tokenizer can't
-    encode, or an invalid sampling parameter.
+    `sampling` are the parameters of `jgpt.generate`. A text ends before the `stop` string that is
+    complete first, or after `max_new_tokens`; sampling ends with the last text. A stop string may
+    span tokens, but not begin in the prompt. An empty prompt stands for the beginning of a text if
+    the tokenizer has a token for that, else for a newline. `key` is the PRNG key for sampling, by
+    default that of seed 0. Raises ValueError for no prompts, an empty stop string, a prompt that
+    the tokenizer can't encode, or an invalid sampling parameter.
     """
     texts = prompts
     if isinstance(prompts, str):
@@ -199,10 +199,16 @@ class _Detokenizer:
         if self.ended:
             return ""
         self._unwritten += self._new_text(tokens.tolist(), final)
-        stops = [self._unwritten.find(stop) for stop in self._stop if stop in self._unwritten]
+        # Where each stop string ends, then where it begins. The one that is complete first counts,
+        # so that the result does not depend on how the text is cut into tokens.
+        stops = []
+        for stop in self._stop:
+            begin = self._unwritten.find(stop)
+            if begin >= 0:
+                stops.append((begin + len(stop), begin))
         if stops:
             self.ended = True
-            end = min(stops)  # the first in the text, in whatever order they are listed
+            _, end = min(stops)
         elif final:
             end = len(self._unwritten)
         else:

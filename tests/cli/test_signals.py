@@ -211,6 +211,37 @@ def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
     assert process.returncode == 130
 
 
+INTERRUPTED_AT_EXIT = """
+import atexit, os, signal, sys, time
+from jgpt.cli import commands, main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+before = sys.argv.pop(1)
+
+def at_exit():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+
+def nothing() -> None:
+    atexit.register(at_exit)
+    if before == "interrupted before":
+        raise KeyboardInterrupt
+
+commands.COMMANDS["nothing"] = nothing
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+@pytest.mark.parametrize("before", ["done", "interrupted before"])
+def test_an_interruption_at_exit_says_nothing(before):
+    """There JAX gives back what it holds, and Python would only report what is raised."""
+    command = [sys.executable, "-c", INTERRUPTED_AT_EXIT, before, "nothing"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=15)
+
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize("name", ["sample", "attention"])

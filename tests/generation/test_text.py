@@ -79,12 +79,16 @@ def test_characters_are_streamed_as_soon_as_they_are_whole():
 @example("aab", ("ab",), 1)
 @example("aaab", ("aab", "b"), 2)
 @example("ab", ("abb", "b"), 1)
-def test_a_text_ends_before_its_first_stop_string(text, stop, size):
-    end = len(text)
-    for stop_string in stop:
-        if stop_string in text:
-            end = min(end, text.find(stop_string))
-    expected = text[:end]
+@example("\naa", ("a", "\naa"), 1)
+@example("\naa", ("a", "\naa"), 3)
+def test_a_text_ends_before_the_stop_string_that_is_complete_first(text, stop, size):
+    expected = text
+    for complete in range(1, len(text) + 1):
+        ending = [one for one in stop if text[:complete].endswith(one)]
+        if ending:
+            longest = max(len(one) for one in ending)
+            expected = text[: complete - longest]
+            break
     pieces = cut(text.encode(), size)
 
     said = ""
