@@ -23,6 +23,7 @@ from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.trace import with_symbols
 from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt
+from tests.quick import only
 
 TOKENS = jnp.arange(10).reshape(2, 5)
 FAMILIES = ["lecture", "gpt2", "modern", "qwen3"]
@@ -202,7 +203,10 @@ def generating(model):
     return lambda: jgpt.generate(model, TOKENS, 3, key=jax.random.key(0), temperature=0.0)
 
 
-@pytest.mark.parametrize("calling", [jitted, nnx_jitted, mapped_in_jit, generating])
+@pytest.mark.parametrize(
+    "calling",
+    only([jitted, nnx_jitted, mapped_in_jit], [jitted, nnx_jitted, mapped_in_jit, generating]),
+)
 def test_what_is_replaced_in_a_compiled_program_ends_with_its_watch(calling):
     """Whether the program is first compiled within the watch or before it."""
     model = random_gpt("lecture", num_layers=1, vocab_size=17, block_size=8)
@@ -332,10 +336,13 @@ def test_watching_needs_the_checks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        *((family, {}) for family in FAMILIES),
-        ("modern", {"scan_layers": True, "remat": True}),
-    ],
+    only(
+        lambda case: case[0] == "qwen3" or case[1],
+        [
+            *((family, {}) for family in FAMILIES),
+            ("modern", {"scan_layers": True, "remat": True}),
+        ],
+    ),
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):
     def add_to_a_feature(x):
@@ -546,7 +553,7 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "--decode and --train are two pictures" in two_pictures
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("block_size", only([1, 4], [1, 2, 3, 4, 5]))
 def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monkeypatch):
     config = ModelConfig(
         vocab_size=17, block_size=block_size, embed_dim=12, num_heads=2, num_layers=1

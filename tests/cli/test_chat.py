@@ -41,6 +41,7 @@ def test_each_line_is_a_message(run):
     assert done.stdout.startswith("the message is too long: ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
 def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
     run = chat_run(tmp_path / "run", block_size=4096)

@@ -29,7 +29,6 @@ from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
-from tests.quick import only
 from tests.runs.harness import contents
 
 ROOT = Path(__file__).parents[2]
@@ -175,9 +174,10 @@ IN_A_PROCESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "commands",
-    only(lambda its: its == ["sample"], [["sample"], [*IN_A_PROCESS], [*IN_A_PROCESS][::-1]]),
+    [["sample"], [*IN_A_PROCESS], [*IN_A_PROCESS][::-1]],
 )
 def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     commands, run, text_file, tmp_path
@@ -545,7 +545,9 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
     "command",
     [
         ("plot", "--out", "losses.png"),
-        ("attention", "--prompt", "the", "--out", "attention.png"),
+        pytest.param(
+            ("attention", "--prompt", "the", "--out", "attention.png"), marks=pytest.mark.slow
+        ),
         ("look", "--prompt", "the", "--out", "look.html"),
     ],
     ids=lambda command: command[0],

@@ -87,6 +87,7 @@ SAMPLE: dict[str, dict[str, Any]] = {
 """A few contracts a second time by hand: what the tests read off annotations is this."""
 
 
+@pytest.mark.slow
 def test_every_callable_with_arrays_is_called_by_a_program():
     called = set().union(*map(heard, PROGRAMS))
     assert not set(NAMES) - called, "let a program in tests/contract/programs.py do so"

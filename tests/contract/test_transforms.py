@@ -128,7 +128,11 @@ def test_shards_have_their_own_sizes():
     [
         ("b, t", {"vocab_size": 1030}),  # of more than 1,024 the logits may be padded
         ("time, batch", {"scan_layers": True, "ngram_sizes": (2, 3)}),  # named the wrong way round
-        ("query, key", {"positions": "rotary", "norm": "rms", "num_kv_heads": 1}),
+        pytest.param(
+            "query, key",
+            {"positions": "rotary", "norm": "rms", "num_kv_heads": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_model_is_exported_for_any_batch_and_length(names, options):

@@ -238,6 +238,7 @@ print(dataset.load_dataset(config, 8, warn=lambda line: print(line, flush=True))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, in_memory, user_cache):
     def start(how):

@@ -50,7 +50,7 @@ def windows():
     return loud(small_model(**VARIANTS["windows"]), size=0.5, seed=11)
 
 
-@pytest.fixture(scope="module", params=only(["nanogpt", "windows"], VARIANTS))
+@pytest.fixture(scope="module", params=only(["windows"], VARIANTS))
 def variant(request, windows):
     return windows if request.param == "windows" else small_model(**VARIANTS[request.param])
 

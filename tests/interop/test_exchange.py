@@ -62,6 +62,7 @@ def imported(gpt2, text_file):
     return run
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_trained_further(imported, gpt2, tmp_path):
     run = shutil.copytree(imported, tmp_path / "run")
 
@@ -273,6 +274,7 @@ def test_tokens_that_other_files_add(gpt2, tmp_path):
     assert tokenizer.encode("  <end>").tolist() == [263]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_that_is_asked_for_is_exported(imported, tmp_path):
     run = shutil.copytree(imported, tmp_path / "run")
     worked("train", "--resume", "--out", run, "--steps", 1, "--sample-tokens", 0)

@@ -255,6 +255,7 @@ def test_a_hostile_server_names_no_file_outside_the_cache(hub, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"deep"}
 
 
+@pytest.mark.slow
 def test_weights_are_of_the_config_s_commit_and_shards_come_with_their_index(
     hub, repositories, tmp_path
 ):

@@ -11,6 +11,7 @@ from jgpt.nn import kernels
 from jgpt.nn.attention import attend
 from jgpt.nn.cache import LayerCache
 from tests.models import attention, compiled, normal
+from tests.quick import only
 
 BATCH = 2
 TIME = 5
@@ -46,13 +47,16 @@ def test_rotary_heads_have_an_even_size():
 
 @pytest.mark.parametrize(
     ("time", "options", "products"),
-    [
-        (11, {"window": 4}, [(3, 3), (3, 6), (3, 6), (2, 5)]),  # the first of each sees 3 back
-        (7, {}, [(2, 2), (2, 4), (2, 6), (1, 7)]),
-        (2, {}, [(2, 2)]),
-        # the cache has room for one more
-        (10, {"window": 4}, [(3, 11), (3, 11), (3, 11), (1, 11)]),
-    ],
+    only(
+        lambda case: case[0] in (7, 10),
+        [
+            (11, {"window": 4}, [(3, 3), (3, 6), (3, 6), (2, 5)]),  # the first of each sees 3 back
+            (7, {}, [(2, 2), (2, 4), (2, 6), (1, 7)]),
+            (2, {}, [(2, 2)]),
+            # the cache has room for one more
+            (10, {"window": 4}, [(3, 11), (3, 11), (3, 11), (1, 11)]),
+        ],
+    ),
     ids=str,
 )
 def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, products):

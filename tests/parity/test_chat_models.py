@@ -10,7 +10,6 @@ import pytest
 import jgpt
 from jgpt.runs.load import load
 from tests.commands import worked
-from tests.quick import only
 
 torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
 
@@ -132,7 +131,8 @@ SEEDS = {"llama": 0, "qwen3": 18}
 """Of answers that end after a few tokens, and have one without a text from the padding."""
 
 
-@pytest.mark.parametrize("kind", only(["llama"], CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a_chat_model_stops_where_it_did(kind, tmp_path):
     theirs = tmp_path / "theirs"
     run = tmp_path / "run"

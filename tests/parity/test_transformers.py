@@ -119,7 +119,7 @@ def change(directory, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("name", only(QUICK, MODELS))
+@pytest.mark.parametrize("name", only(["gpt2, untied, relu", "qwen3, tied"], MODELS))
 def test_import_and_export(name, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")

@@ -28,6 +28,7 @@ from jgpt.runs.manifest import Manifest, verify
 from jgpt.runs.target import choose_target
 from jgpt.training.state import TrainState, init_state
 from tests.models import weights_of
+from tests.quick import only
 from tests.runs import faults
 from tests.runs.harness import contents
 
@@ -83,7 +84,7 @@ def saved(four_saves, tmp_path) -> RunDirectory:
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        ({"keep_best": 3, "keep_last": 1}, {2, 4, 5, 7}),
+        pytest.param({"keep_best": 3, "keep_last": 1}, {2, 4, 5, 7}, marks=pytest.mark.slow),
         ({"keep_best": 1, "keep_last": 3, "keep_every": 3}, {2, 3, 5, 6, 7}),
     ],
     ids=str,
@@ -285,7 +286,7 @@ def test_a_run_or_checkpoint_that_is_not_there_is_named(saved, tmp_path):
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
-def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial, tmp_path, fault):
+def test_damage_to_any_file_of_a_checkpoint_is_named(saved, tmp_path, fault):
     """Whatever is done to whatever file of the best checkpoint."""
     folder = saved.path / "checkpoints" / "2"
     victims = []
@@ -301,10 +302,19 @@ def test_a_damaged_checkpoint_is_refused_and_never_half_loaded(saved, initial, t
             with pytest.raises(ValueError, match=re.escape(name)):
                 verify(folder)
 
+
+BY_NAME = {fault.name: fault for fault in faults.FAULTS}
+
+
+@pytest.mark.parametrize("name", only(["cut off"], BY_NAME))
+def test_a_damaged_checkpoint_is_rejected_and_never_half_loaded(saved, initial, tmp_path, name):
+    fault = BY_NAME[name]
+    folder = saved.path / "checkpoints" / "2"
+    *_, victim = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+
     advice = f"checkpoint 4 is intact: use which=4, or delete {folder} to resume from the others"
-    last_victim = victims[-1]
-    with faults.undone(last_victim):
-        fault.apply(last_victim, tmp_path)
+    with faults.undone(victim):
+        fault.apply(victim, tmp_path)
         with pytest.raises(ValueError, match=re.escape(advice)):
             load(saved.path)
 

@@ -121,6 +121,7 @@ def test_metrics_are_fsynced_when_they_shall_be_durable(disk):
     ]
 
 
+@pytest.mark.slow
 def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial):
     """All files and names are on disk before a checkpoint counts, and before others are deleted."""
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)

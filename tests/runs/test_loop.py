@@ -157,6 +157,7 @@ def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes
     assert heard.steps[5:] in ([6, 8, 10, 11], [7, 8, 10, 11])  # evaluated at 8
 
 
+@pytest.mark.slow
 def test_in_many_processes_a_call_has_as_many_steps_as_in_those_without_progress(
     small_run, tmp_path, monkeypatch
 ):
@@ -398,6 +399,7 @@ def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, tmp_path, monk
         assert "latex could not be found" in refused("plot", run.directory, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_byte_pairs_are_learnt_from_a_text_as_from_what_was_prepared(small_run, tmp_path):
     config = with_changes(small_run, **BIGRAM, steps=40)
     config = with_changes(config, dataset={"tokenizer": "bpe", "bpe_vocab_size": 300})
@@ -649,6 +651,7 @@ def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
     assert 0 < sharded.state < replicated.state / 2
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_is_of_the_platform_it_was_trained_for(small_run, tmp_path):
     config = with_changes(small_run, model={"dtype": "auto"}, out=str(tmp_path / "run"), steps=1)
     run = fit(config, platform=Platform("tpu"))

@@ -16,6 +16,7 @@ from jgpt.pictures import plots
 from jgpt.pictures.plots import attention_image, drawable, losses_image, runs_image
 from jgpt.runs.directory import RunDirectory
 from tests.models import TRANSFORMERS, compiled, config_of, loud, random_gpt, tokens_of
+from tests.quick import only
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
@@ -236,12 +237,15 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures):
 
 @pytest.mark.parametrize(
     ("layers", "heads", "time", "named", "inches", "points"),
-    [
-        (2, 3, 7, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
-        (2, 3, 13, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
-        (2, 3, 300, 75, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
-        (1, 1, 300, 150, (40 + 1, 40 + 0.5), (8, 24)),
-    ],
+    only(
+        lambda case: case[2] < 300 or case[0] == 1,
+        [
+            (2, 3, 7, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
+            (2, 3, 13, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
+            (2, 3, 300, 75, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
+            (1, 1, 300, 150, (40 + 1, 40 + 0.5), (8, 24)),
+        ],
+    ),
 )
 def test_the_size_of_an_attention_picture_is_bounded(
     figures, layers, heads, time, named, inches, points
@@ -311,6 +315,7 @@ def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
         np.testing.assert_allclose(found_output, output, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_characters_that_no_font_has_are_written_as_code_points():
     """matplotlib would draw a box, and warn, which is an error in tests."""
     text = "你好\U0001f642a\n"

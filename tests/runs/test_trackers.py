@@ -130,7 +130,7 @@ def never() -> None:
     ("fail", "reason"),
     [
         (full_disk, "No space left on device"),
-        (dead_service, "the service has ended"),
+        pytest.param(dead_service, "the service has ended", marks=pytest.mark.slow),
         (never, r"it has not answered for 0\.2 seconds"),
     ],
 )
@@ -154,6 +154,7 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     assert RunDirectory(done.directory).checkpoint_steps()[-1] == 20
 
 
+@pytest.mark.slow
 def test_a_tracker_is_told_whether_the_run_is_resumed(small_run, tmp_path, monkeypatch):
     """By that W&B goes on with the run that it has, or begins another one."""
     opened = []

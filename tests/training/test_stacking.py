@@ -67,8 +67,9 @@ def furthest(one: Any, other: Any) -> float:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("modern", None),
-        pytest.param("lecture", ALL, marks=pytest.mark.slow),  # with dropout
+        ("lecture", None),  # with dropout
+        pytest.param("modern", None, marks=pytest.mark.slow),
+        pytest.param("lecture", ALL, marks=pytest.mark.slow),
         pytest.param("modern", ALL, marks=pytest.mark.slow),
         pytest.param("accumulated", "fsdp=8", marks=pytest.mark.slow),
     ],
