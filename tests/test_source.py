@@ -382,7 +382,13 @@ def test_the_command_has_its_source_as_json():
     ("option", "name", "line", "shapes"),
     [
         ("--train", "gradients_of", "loss, gradients = ", "loss: float32[]; gradients: 19 arrays"),
-        ("--train", "Block.__call__", "x = x + self.attention(", "x: float32[b t 32]"),
+        pytest.param(
+            "--train",
+            "Block.__call__",
+            "x = x + self.attention(",
+            "x: float32[b t 32]",
+            marks=pytest.mark.slow,
+        ),
         ("--decode", "Block.__call__", "x = x + self.attention(", "x: float32[b 1 32]"),
     ],
 )

@@ -477,6 +477,7 @@ def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp
         assert vocabulary == "".join(sorted(characters))
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_further_until_it_is_done_and_overwritten(run, tmp_path):
     own = shutil.copytree(run, tmp_path / "run")
     config = own / "config.json"

@@ -128,6 +128,7 @@ def test_an_answer_is_what_its_code_computes(look, name):
         )
 
 
+@pytest.mark.slow
 def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_path):
     path = tmp_path / "own.py"
     path.write_bytes(Path(commands.__file__).with_name("new_gpt.py.txt").read_bytes())
@@ -835,6 +836,7 @@ def test_controls_work_by_keyboard_and_have_names(opened):
     assert "lens" in order
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_server_that_ended_is_said(page, run):
     with at_work(run) as address:

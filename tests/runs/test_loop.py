@@ -221,6 +221,7 @@ def observed(small_run, tmp_path_factory) -> Observed:
     return Observed(run, events, log, tracked, heard)
 
 
+@pytest.mark.slow
 def test_compiling_takes_no_step_and_gives_its_memory_back(observed):
     events = observed.events
     steps = [event for event in events if event[0] == "steps"]

@@ -59,6 +59,7 @@ def dtypes_of(tree):
     return {leaf.dtype for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 def test_an_average_of_weights_moves_with_them():
     decay = 0.9
     optimizer = dataclasses.replace(CONFIG.optimizer, ema_decay=decay)
