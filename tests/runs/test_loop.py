@@ -523,6 +523,15 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
     assert {"model.dropout", "optimizer.beta2", "dataset.data", "mesh"} <= facts.keys()
 
 
+def test_processes_compare_the_checkpoints_that_they_overwrite(copy):
+    target = choose_target(copy, resume=False, overwrite=True)
+    prepared = prepare_module.prepare(copy, target, this_machine(), Heard())
+
+    facts = prepare_module.shared_facts(prepared, resume=False, overwrite=True)
+
+    assert facts["checkpoints"] == [8, 11]
+
+
 def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
@@ -650,6 +659,21 @@ def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
     assert replicated is not None
     assert sharded is not None
     assert 0 < sharded.state < replicated.state / 2
+
+
+def test_a_plan_for_another_platform_and_all_devices_is_still_of_this_process(
+    small_run, tmp_path, monkeypatch
+):
+    """What is planned is what would be trained, and not what would be recorded of it."""
+    monkeypatch.setattr("jgpt.hardware.accelerators", lambda: 8)
+    monkeypatch.setattr("jgpt.fitting.fit.memory_in_use", lambda: 10**9)
+    config = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"), batch_size=24)
+
+    made = plan(config, platform=Platform("tpu"))
+
+    assert made.config.mesh == "data=8"
+    assert made.memory is not None
+    assert made.process_memory == 10**9 + 8 * (made.memory.state + made.memory.working)
 
 
 @pytest.mark.slow

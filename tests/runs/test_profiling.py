@@ -102,10 +102,10 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
     assert len(told) == 1
 
 
-def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
-    small_run, tmp_path, monkeypatch
-):
-    events = []
+@pytest.fixture
+def events(monkeypatch):
+    """The numbers of steps in calls, and where a trace begins and ends."""
+    events: list[int | str] = []
     trace = jax.profiler.trace
     make = fit_module.make_train_steps
 
@@ -121,6 +121,12 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
 
     monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
     monkeypatch.setattr(fit_module, "make_train_steps", recorded_steps)
+    return events
+
+
+def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
+    small_run, tmp_path, monkeypatch, events
+):
     waits = jax.block_until_ready
     watches = loop.compilations_watched
     monkeypatch.setattr(jax, "block_until_ready", recorded(events, "waited", waits))
@@ -133,3 +139,16 @@ def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_
     # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
     traced = ["trace", 1, 2, 2, "waited", "done"]
     assert events == [0, 1, *traced, 2, 8, 16, "watched", 32, 6]
+
+
+def test_a_resumed_run_compiles_without_a_step_and_traces_after_its_own_first_step(
+    small_run, tmp_path, events
+):
+    config = with_changes(small_run, **BIGRAM, steps=4, out=str(tmp_path / "run"))
+    fit(config)
+    events.clear()
+
+    fit(with_changes(config, steps=12), resume=True, profile_steps=2)
+
+    # from step 4; evaluated after steps 8 and 12, with three steps in a call at most
+    assert events == [0, 1, "trace", 2, "done", 1, 3, 1]

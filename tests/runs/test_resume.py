@@ -18,6 +18,7 @@ import pytest
 from jgpt import DataConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.fitting import loop
 from jgpt.fitting.evaluate import evaluate
+from jgpt.fitting.fit import plan
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resume import describe_learning_rate
 from jgpt.fitting.stopping import TrainingStopped
@@ -336,6 +337,15 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     assert not any("newlines" in message for message in progress.messages)
     digests = {line["text_sha256"] for line in RunDirectory(run.directory).provenance()}
     assert len(digests) == 1
+
+
+def test_a_run_of_universal_newlines_is_not_resumed_without_them(copy):
+    """Even where the text has no carriage return, so that its characters would be the same."""
+    other = with_changes(copy, dataset={"universal_newlines": False})
+
+    message = r"dataset\.universal_newlines is True in the run, False in the config"
+    with pytest.raises(ValueError, match=message):
+        plan(other, resume=True)
 
 
 def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
