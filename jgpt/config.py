@@ -162,9 +162,8 @@ class ModelConfig(Fields):
             raise ValueError(
                 Message(
                     Field("ngram_sizes", self.ngram_sizes),
-                    " must be at most ",
+                    f" must be at most {MAX_NGRAM} and at most ",
                     Field("block_size", self.block_size),
-                    f" and {MAX_NGRAM}",
                 )
             )
         if self.head_bias and self.tie_embeddings:
@@ -182,7 +181,7 @@ class ModelConfig(Fields):
                     Field("qk_norm_scale", True),
                     " needs ",
                     Field("qk_norm", True),
-                    ", which it scales",
+                    ": without QK-norm there is nothing to scale",
                 )
             )
 
@@ -299,7 +298,7 @@ class DataConfig(Fields):
 
     @property
     def held_out_fraction(self) -> float:
-        """The fraction of the text that isn't trained on: 0.01 and 0.06 are 0.07, as decimals."""
+        """The fraction of the text that isn't trained on, in decimals: 0.01 and 0.06 give 0.07."""
         return float(Decimal(str(self.validation_fraction)) + Decimal(str(self.test_fraction)))
 
 

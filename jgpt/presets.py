@@ -216,7 +216,7 @@ DEFAULT_PRESET = "modern"
 
 
 def preset(name: str) -> TrainConfig:
-    """The config of a preset. Raises ValueError for an unknown name."""
+    """Return the config of a preset. Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(
             f"unknown preset {name!r}{did_you_mean(str(name), PRESETS)}; "

@@ -75,7 +75,11 @@ from tests.quick import only
         (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
         (ModelConfig, {"ngram_sizes": 2}, "must be a tuple, each item an integer, not 2"),
         (ModelConfig, {"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
-        (ModelConfig, {"ngram_sizes": (64,), "block_size": 99}, "at most block_size=99 and 63"),
+        (
+            ModelConfig,
+            {"ngram_sizes": (64,), "block_size": 99},
+            "at most 63 and at most block_size=99",
+        ),
         (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
         (ModelConfig, {"qk_norm_scale": True}, "qk_norm_scale=True needs qk_norm=True"),
         (ModelConfig, {"positions": "rotary", "head_dim": 5}, "needs an even head size"),

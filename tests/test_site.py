@@ -1,7 +1,9 @@
 """The site is whole: shapes in its signatures, lessons as executed, no link broken."""
 
 import inspect
+import json
 import os
+import shutil
 import subprocess
 import sys
 import typing
@@ -68,7 +70,7 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> dict[Path, Page]:
+def folder(tmp_path_factory) -> Path:
     """What `make docs` has built, if nothing was written since; else built anew."""
     out = ROOT / "site"
     sources = [ROOT / "README.md"]
@@ -79,7 +81,12 @@ def site(tmp_path_factory) -> dict[Path, Page]:
         out = tmp_path_factory.mktemp("site")
         done = build(ROOT, out)
         assert (done.returncode, done.stderr) == (0, "")
-    return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
+    return out
+
+
+@pytest.fixture(scope="module")
+def site(folder) -> dict[Path, Page]:
+    return {path.relative_to(folder): Page(path) for path in folder.rglob("*.html")}
 
 
 def arrays(hint: object) -> list[str]:
@@ -155,6 +162,34 @@ def test_links_lead_somewhere(site):
                 checked += 1
                 assert not parts.fragment or unquote(parts.fragment) in site[name].anchors, link
     assert checked > 500
+
+
+ANSWERS = {
+    "does it run on my GPU": ["docs/scale", "#does-it-run-on-my-gpu"],
+    "Mac, Windows": ["docs/troubleshooting", ""],
+    "which preset": ["docs/presets", "#which-preset"],
+    "how long does GPT-2 take": ["docs/scale", "#how-long-does-gpt-2-take"],
+    "out of memory": ["docs/troubleshooting", "#out-of-memory"],
+    "why not just jaxtyping with beartype": [
+        "docs/shapes_in_your_code",
+        "#why-not-just-jaxtyping-with-beartype",
+    ],
+    "a Hugging Face model with its tokenizer from Python": [
+        "docs/weights",
+        "#a-hugging-face-model-with-its-tokenizer-from-python",
+    ],
+    "evaluate from Python": ["docs/runs", "#train-load-and-evaluate-from-python"],
+    "will the next version load my runs": ["docs/runs", "#will-the-next-version-load-my-runs"],
+}
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the search of the site runs in node")
+def test_the_search_finds_the_answer_first(folder):
+    script = ROOT / "tests" / "site_search.js"
+    done = subprocess.run(["node", script, folder, *ANSWERS], capture_output=True, text=True)
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert dict(zip(ANSWERS, found, strict=True)) == ANSWERS
 
 
 def test_faults_are_refused(tmp_path):

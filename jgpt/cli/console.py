@@ -193,7 +193,7 @@ class ConsoleProgress(TrainingProgress):
             )
         else:
             self.say(
-                "finishing this call and saving a checkpoint; a second signal exits without it"
+                "saving a checkpoint after the current steps; a second signal exits without one"
             )
 
     def leaving(self) -> None:

@@ -256,8 +256,8 @@ def read_blocks(
         if len(changed) > 1:
             names += f" and {len(changed) - 1} more"
         warn(
-            f"{names}: carriage returns are read as newlines and byte-order marks "
-            "dropped; what is read with universal_newlines=False keeps them"
+            f"{names}: carriage returns are read as newlines, and byte-order marks are dropped; "
+            "universal_newlines=False (--no-universal-newlines) keeps both"
         )
 
 
@@ -273,7 +273,7 @@ def python_reference() -> str:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
         raise FileNotFoundError(
-            "this Python has no pydoc_data, the source of the corpus pydocs: name a file"
+            "this Python has no pydoc_data, the source of the corpus pydocs: give a text file"
         ) from None
     return "\n".join(topics[name] for name in sorted(topics))
 

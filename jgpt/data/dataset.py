@@ -774,7 +774,7 @@ def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, "
         beginning = file.read(8)
     if beginning.startswith(b"\x93NUMPY"):
         raise ValueError(
-            f"{path} is a file of numpy.save: write the tokens alone, with "
+            f"{path} was written by numpy.save: write the tokens without its header, with "
             f"tokens.astype('{dtype}').tofile({path.name!r})"
         )
     if int.from_bytes(beginning[:4], "little") in LLM_C_MAGIC:
@@ -787,7 +787,8 @@ def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, "
     # Small numbers of twice the width have an upper half of 0.
     if dtype == np.uint16 and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
         raise ValueError(
-            f"{path} seems to have uint32 tokens, every other uint16 in it is 0: write {vocabulary}"
+            f"{path} seems to have uint32 tokens, because every other uint16 in it is 0: write "
+            f"{vocabulary}"
         )
     return tokens
 
@@ -799,7 +800,7 @@ def _open_tokens(
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
         described = described or f"{dtype} tokens"
-        raise ValueError(f"{path} has {size} bytes, which are not {described}")
+        raise ValueError(f"{path} has {size} bytes, so it cannot have {described}")
     tokens = np.memmap(path, dtype, mode="r")
     # An embedding returns NaN for such a token, without an error, so they are checked once here.
     largest = 0

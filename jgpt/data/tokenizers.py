@@ -59,7 +59,10 @@ class CharTokenizer:
     def __init__(self, characters: str) -> None:
         """Make a tokenizer of these characters, which must be sorted and unique."""
         if not characters or list(characters) != sorted(set(characters)):
-            raise ValueError("a character vocabulary must be sorted, unique and not empty")
+            raise ValueError(
+                f"the characters {characters[:40]!r} must be sorted and unique, and at least one: "
+                "CharTokenizer.from_text makes a vocabulary from a text"
+            )
         self.characters = characters
         code_points = np.frombuffer(characters.encode(*UTF_32), np.uint32)
         # The token of each code point; the last entry is for all code points above the largest one.
@@ -799,7 +802,9 @@ def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> lis
         with _failures_raised():
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError:  # the library raises this for a lone surrogate
-        raise ValueError("the text contains a lone surrogate, which is not UTF-8") from None
+        raise ValueError(
+            "the text contains a lone surrogate, which UTF-8 cannot represent"
+        ) from None
 
 
 @typed

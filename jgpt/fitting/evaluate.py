@@ -46,12 +46,12 @@ def evaluate(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Compute the exact loss of a run's model on a split, in windows of its block or shorter ones.
+    """Compute the exact loss of a run's model on a split.
 
     The loss is over the whole split, even if the run's `eval_tokens` is smaller. A run of a custom
-    `model` needs it again, as an object or as FILE.py:NAME. `window` is the length of the windows.
-    Raises ValueError for a split that the run does not have or a window longer than its block, and
-    the errors of `load`.
+    model needs the `model` again, as an object or as FILE.py:NAME. The text is evaluated in windows
+    of `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not
+    have or a longer window, and the errors of `load`.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)

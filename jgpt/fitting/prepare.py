@@ -211,7 +211,7 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     if needed > free:
         raise OSError(
             Message(
-                f"{existing} has {format_bytes(free)} free, the checkpoints need "
+                f"{existing} has {format_bytes(free)} free, but the checkpoints need "
                 f"{format_bytes(needed)}: free some space, or lower ",
                 Field("keep_best"),
                 " and ",

@@ -34,7 +34,7 @@ class ResolvedConfig:
         }
         for name, choice in choices.items():
             if choice == "auto":
-                raise ValueError(f"{name}=auto is not decided")
+                raise ValueError(f"{name}=auto must be replaced by a value before training")
 
 
 def with_vocabulary_and_dtype(

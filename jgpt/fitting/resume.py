@@ -115,7 +115,7 @@ def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainCon
                 f" of {config.out} can't be resumed: it had no effect with a custom optimizer when "
                 "the run was trained, so its checkpoints have no average of weights. Give ",
                 Field("ema_decay", 0),
-                ", and the run goes on as it was trained",
+                " to continue the run as it was trained",
             )
         )
     optimizer = dataclasses.replace(saved.optimizer, ema_decay=0.0)

@@ -54,7 +54,7 @@ def stream_text(
     """Stream the continuation of one prompt, or of several that are sampled as one batch.
 
     `sampling` are the parameters of `jgpt.generate`. A text ends before the `stop` string that is
-    complete first, or after `max_new_tokens`; sampling ends with the last text. A stop string may
+    complete first, or after `max_new_tokens`; sampling ends when all texts have. A stop string may
     span tokens, but not begin in the prompt. An empty prompt stands for the beginning of a text if
     the tokenizer has a token for that, else for a newline. `key` is the PRNG key for sampling, by
     default that of seed 0. Raises ValueError for no prompts, an empty stop string, a prompt that

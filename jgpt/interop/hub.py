@@ -97,7 +97,7 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
         reason = f"accept its terms at https://huggingface.co/{repository}, then run: hf auth login"
         raise OSError(f"{repository} is gated: {reason}") from None
     except RepositoryNotFoundError:
-        raise OSError(f"the hub has no public model {repository}") from None
+        raise OSError(f"the hub has no public model {repository}: check the name") from None
     except Exception as error:  # network errors come from several libraries
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
             raise OSError(f"{repository} can't be stored: {error}") from None

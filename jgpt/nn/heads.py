@@ -53,7 +53,7 @@ class _Attention(Module):
         # Without a causal order, the window would be silently ignored.
         if self.window is not None and not self.causal:
             raise ValueError(
-                f"window={self.window} needs causal=True: it limits how far back a query attends"
+                f"window={self.window} needs causal=True: a window has only past positions"
             )
         if not self.causal or context is not None:
             return None  # encoders and cross-attention have no causal order
@@ -205,7 +205,9 @@ class MultiHeadAttention(_Attention):
         # A cache has keys of the past alone, each computed once for all later queries.
         fits_cache = self.causal and context is None and not drops_weights
         if cache is not None and not fits_cache:
-            raise ValueError("a KV cache is for causal self-attention in evaluation")
+            raise ValueError(
+                "a KV cache needs causal self-attention without dropout: give no context or rngs"
+            )
         source = x if context is None else context
         position = None  # from 0 on
         if cache is not None:

@@ -111,7 +111,7 @@ class Block(Module):
         cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Apply the block; a `cache` is appended to and attended over."""
+        """Apply the block. With a `cache`, append keys and values of `x`, and attend over it."""
         # Norms are on the branches: from the embeddings to the head, the residual stream has only
         # additions, and gradients flow back the same way.
         x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
@@ -265,7 +265,7 @@ class GPT(Module):
         return cap * jnp.tanh(logits / cap)
 
     def gather_head(self) -> None:
-        """Gather the head's weights once, where later calls of `logits` would each gather them."""
+        """Gather the head's weights once, so that each call of `logits` need not gather them."""
         if self.head is None:
             gather_once(self.token_embedding.embedding, self.dtype)
         else:

@@ -39,8 +39,11 @@ class Loaded(NamedTuple):
     """A model with its tokenizer and config."""
 
     model: LanguageModel
+    """The model, with the loaded weights."""
     tokenizer: Tokenizer
+    """The tokenizer of the model."""
     config: TrainConfig
+    """The config with which the model was trained, or can be trained further."""
 
     def generate(self, prompts: Texts = "", max_new_tokens: int = 200, **options: Any) -> Texts:
         """Return what `jgpt.generate_text` returns: the continuation, without the prompt.

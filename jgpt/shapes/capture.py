@@ -25,7 +25,7 @@ def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, A
     them. Raises ValueError without a path, for a path that no call has, and under a mesh.
     """
     if not paths:
-        raise ValueError("capture what? give a path, such as 'blocks.*.attention'")
+        raise ValueError("capture needs a path, such as 'blocks.*.attention'")
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if not jax.sharding.get_abstract_mesh().empty:

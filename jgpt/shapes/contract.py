@@ -69,7 +69,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 
 def check(value: Result, annotation: Any) -> Result:
-    """Check an intermediate against the sizes bound by the enclosing `@typed` call; return it.
+    """Return an intermediate value, checked against the sizes of the enclosing `@typed` call.
 
     `annotation` is one array annotation, such as `Float[Array, "batch time {self.embed_dim}"]`.
     """
@@ -96,10 +96,10 @@ def host_record(kind: type[Record]) -> type[Record]:
 
 
 def record(kind: type[Record]) -> type[Record]:
-    """Make a dataclass a `host_record` and a JAX pytree, which JAX rebuilds unchecked, with any
-    leaves.
+    """Make a dataclass a JAX pytree whose fields are checked when you create an instance.
 
-    As in `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
+    JAX rebuilds an instance with any leaves, without a check. As in
+    `jax.tree_util.register_dataclass`, a field with `metadata={"static": True}` is no leaf.
     """
     import jax
 

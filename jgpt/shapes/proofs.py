@@ -120,8 +120,9 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
 
     An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
     is at least 1. At a branch on an undetermined size, as in `if t > 8`, both sides
-    are traced. A case ends `proven`, `refused` by a ValueError of the program, `violated` if an
-    annotation isn't met (or can't be shown to be), or `open`. A proof covers shapes, not values.
+    are traced. The verdict of a case is `proven`; `refused` if the function raises ValueError;
+    `violated` if an annotation does not hold, or cannot be shown to hold; or `open` if the function
+    cannot be traced with symbolic sizes. A proof covers shapes, not values.
     Raises ValueError for an array or a constraint that can't be read, or that no size meets.
     """
     parsed = [parse_array(array) for array in arrays]
@@ -335,7 +336,7 @@ def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
             return isqrt(size)
         name = f"isqrt_{restore_names(str(size))}"
         if not name.isidentifier():  # the root of an expression such as `2*t`
-            raise _Open(f"the square root of {restore_names(str(size))}")
+            raise _Open(f"the function takes the square root of {restore_names(str(size))}")
         # The root of a size is the same everywhere.
         if name not in sizes:
             (sizes[name],) = make_shape(name, size.scope)

@@ -45,7 +45,7 @@ _STYLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class LineValue:
-    """The arrays in what a line sets: the name that it sets, or `return`."""
+    """The arrays that a line sets or returns, under the name that it sets, or `return`."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -88,12 +88,12 @@ class AnnotatedSource:
 
     functions: tuple[FunctionSource, ...]
     error: str | None = None
-    """The error that ended the call, of one line."""
+    """The error that ended the call, in one line."""
     note: str | None = None
-    """What to know of the sizes, of one line."""
+    """A remark about the sizes, in one line."""
 
     def of(self, text: str) -> "AnnotatedSource":
-        """Return the functions with a text in their file's name or their own.
+        """Return the functions whose name, or the name of whose file, contains a text.
 
         Raises ValueError if there is none.
         """

@@ -52,8 +52,8 @@ class EvaluationPlan:
     share: float
     """The evaluations' share of the run's FLOPs."""
     comparable_after: int = 0
-    """The step up to which losses are over other targets. 0 means that all losses have the same
-    targets."""
+    """Losses up to this step were computed over other targets. 0 means that all losses have the
+    same targets."""
     interrupted: bool = False
     """Whether the run resumes at a step whose evaluation was interrupted, which then comes
     first."""

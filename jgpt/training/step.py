@@ -36,8 +36,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
     It maps (state, windows, key, count, first_step=None) to (state, metrics). One program serves
     every count. The state is donated. If the loss or gradient of a step is not finite, this step
-    and all later ones are skipped. Later calls skip theirs, too: their `first_step` is ahead of the
-    state's step.
+    and all later ones are skipped, so the state's step stays behind. A later call skips its steps
+    too if its `first_step` is ahead of the state's step.
     """
     micro_batches = config.micro_batches
     if micro_batches == "auto":

@@ -378,7 +378,7 @@ def test_training_stops_with_a_checkpoint_when_nobody_reads_its_output(
     (step,) = RunDirectory(tmp_path / "a").checkpoint_steps()[-1:]
     said = capfd.readouterr().err.splitlines()
     assert said == [
-        "jgpt: nobody reads the output any more:",
+        "jgpt: the output was closed:",
         f"stopped after step {step}; its checkpoint is in {tmp_path / 'a'}",
         f"resume with: jgpt train --out {tmp_path / 'a'} --resume",
     ]
@@ -465,7 +465,9 @@ def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp
         (tmp_path / "notes" / f"{name}.txt").write_bytes(data)
     brief = ("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0)
     said = worked("train", "bigram", "--data", tmp_path / "notes", "--out", tmp_path / "a", *brief)
-    line = "a.txt and 1 more: carriage returns are read as newlines and byte-order marks dropped"
+    line = (
+        "a.txt and 1 more: carriage returns are read as newlines, and byte-order marks are dropped"
+    )
     assert said.count(line) == said.count("carriage returns") == 1
     assert "step 0: validation loss about " in said
     said = worked("prepare", tmp_path / "notes", "--out", tmp_path / "c")

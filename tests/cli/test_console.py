@@ -188,7 +188,7 @@ def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
         progress.tokenized(fraction)
         assert said(progress.stopping) == tokenizing
     progress.tokenized(1.0)
-    finishing = ["finishing this call and saving a checkpoint; a second signal exits without it"]
+    finishing = ["saving a checkpoint after the current steps; a second signal exits without one"]
     assert said(progress.stopping) == finishing
     progress.out = tmp_path
     (tmp_path / "checkpoints" / "30").mkdir(parents=True)

@@ -470,16 +470,19 @@ def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_dire
     [
         (
             lambda it: (it / "val.bin").write_bytes(b"\0" * 41),
-            "val.bin has 41 bytes, which are not the uint16 tokens of a vocabulary of 60",
+            "val.bin has 41 bytes, so it cannot have the uint16 tokens of a vocabulary of 60",
         ),
-        (lambda it: (it / "val.bin").write_bytes(b""), "val.bin has 0 bytes, which are not the u"),
+        (
+            lambda it: (it / "val.bin").write_bytes(b""),
+            "val.bin has 0 bytes, so it cannot have the u",
+        ),
         (
             lambda it: np.arange(40, dtype=np.uint32).tofile(it / "val.bin"),
-            "val.bin seems to have uint32 tokens, every other uint16 in it is 0: write the uint16",
+            "val.bin seems to have uint32 tokens, because every other uint16 in it is 0: write ",
         ),
         (
             lambda it: (it / "val.bin").write_bytes(b"\x93NUMPY\1\0v\0{'descr': '<u2'}"),
-            r"val.bin is a file of numpy.save: .* tokens.astype\('uint16'\).tofile\('val.bin'\)",
+            r"val.bin was written by numpy.save: .* tokens.astype\('uint16'\).tofile\('val.bin'\)",
         ),
         (
             lambda it: llm_c_shard(it / "train.bin", range(40)),

@@ -84,7 +84,7 @@ def test_nothing_is_dropped_half():
     model = small_gpt(num_layers=1, dropout=RATE)
     cache = model.empty_cache(1)
 
-    with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
+    with pytest.raises(ValueError, match="a KV cache needs causal self-attention without dropout"):
         model(FIVE_TOKENS, cache=cache, rngs=rngs(1))
 
 

@@ -164,5 +164,5 @@ def test_a_cache_is_for_self_attention_in_evaluation(causal, options):
     module = make_heads(**MODERN, dropout=0.5, causal=causal)
     cache = empty_cache(module)
 
-    with pytest.raises(ValueError, match="a KV cache is for causal self-attention in evaluation"):
+    with pytest.raises(ValueError, match="a KV cache needs causal self-attention without dropout"):
         module(X, cache=cache, **options)

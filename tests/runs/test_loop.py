@@ -549,7 +549,7 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, monkeyp
     for free, said in (((16 << 20) - 1, r"16\.0 MiB"), (1000, "1,000 bytes")):
         disk.free = free
         for start in (fit, plan):
-            with pytest.raises(OSError, match=rf"{said} free, the checkpoints need 16\.0 MiB"):
+            with pytest.raises(OSError, match=rf"{said} free, but the checkpoints need 16\.0 MiB"):
                 start(config)
     assert not list(tmp_path.iterdir())
 

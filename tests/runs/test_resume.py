@@ -173,7 +173,7 @@ def test_a_signal_finishes_the_call_saves_and_says_so(begin):
     process.send_signal(signal.SIGINT)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == 130, complained
-    assert "finishing this call and saving a checkpoint; a second signal exits without it" in said
+    assert "saving a checkpoint after the current steps; a second signal exits without one" in said
     saved = RunDirectory.open(out).checkpoint_steps()[-1]
     assert f"stopped after step {saved}; its checkpoint is in {out}\nresume with: " in said
     assert complained == ""

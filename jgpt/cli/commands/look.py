@@ -47,7 +47,10 @@ def look(
     if live:
         for option, value in (("--out", out), ("--max-new-tokens", max_new_tokens)):
             if value is not None:
-                raise OptionError(f"{option} {value} is for a page as a file: leave out --live")
+                raise OptionError(
+                    f"{option} {value} has no effect with --live, which writes no file: leave out "
+                    "one of them"
+                )
         return _serve(run, prompt, checkpoint, model, browser)
     out = out or "look.html"
     path = path_to_write(out, ".html")

@@ -77,7 +77,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
             progress.say(*lines)
             status = max(codes, default=0)
             if progress.reader_left and not codes:
-                print("jgpt: nobody reads the output any more:", *lines, sep="\n", file=sys.stderr)
+                print("jgpt: the output was closed:", *lines, sep="\n", file=sys.stderr)
                 status = 128 + signals.BROKEN_PIPE
             # the signal came to one process, and all exit with its code
             sys.exit(max(processes.gather(status)))
