@@ -99,7 +99,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_copy_source = html_show_copyright = html_show_sphinx = False
 html_static_path = html_css_files = ["site.css"]
-html_search_scorer = "search.js"
+html_search_scorer = str(Path(__file__).with_name("search.js"))
 pygments_style, pygments_dark_style = "a11y-light", "monokai"
 
 myst_heading_anchors = 3
