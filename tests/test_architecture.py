@@ -37,6 +37,8 @@ SHAPES = (
     "capture",
     "trace",
     "sizes",
+    "operands",
+    "values",
     "source",
     "proofs",
 )

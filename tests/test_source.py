@@ -196,7 +196,7 @@ def test_a_failing_call_ends_at_its_line_with_the_operands():
     assert list(map(str, last.values)) == ["y: float32[b t 8]", "kernel: float32[7 5]"]
     assert source.error is not None
     assert source.error.startswith("TypeError: dot_general requires contracting dimensions")
-    assert str(source).splitlines()[-3].endswith("! y: float32[b t 8]; kernel: float32[7 5]")
+    assert str(source).splitlines()[-5].endswith("! y: float32[b t 8]; kernel: float32[7 5]")
     assert str(source).endswith("got (8,) and (7,).")
 
 

@@ -6,6 +6,7 @@ import functools
 import html
 import inspect
 import linecache
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import TypeCheckError
 
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
+from jgpt.shapes.operands import explain
 from jgpt.shapes.sizes import parse_array
 from jgpt.shapes.trace import Shape, shapes_of, with_symbols
 
@@ -91,6 +94,8 @@ class AnnotatedSource:
     """The error that ended the call, in one line."""
     note: str | None = None
     """A remark about the sizes, in one line."""
+    reason: str | None = None
+    """One sentence on the operands that don't fit, if the error is one of shapes."""
 
     def of(self, text: str) -> "AnnotatedSource":
         """Return the functions whose name, or the name of whose file, contains a text.
@@ -103,6 +108,14 @@ class AnnotatedSource:
                 found.append(function)
         if not found:
             raise ValueError(f"no function that was called has {text!r} in its name or its file's")
+        return dataclasses.replace(self, functions=tuple(found))
+
+    def failing(self) -> "AnnotatedSource":
+        """Return the function alone in which the call failed, if that is one that is shown."""
+        found = []
+        for function in self.functions:
+            if any(line.has_failed for line in function.lines):
+                found.append(function)
         return dataclasses.replace(self, functions=tuple(found))
 
     def lines(self) -> list[tuple[str, Kind]]:
@@ -123,6 +136,9 @@ class AnnotatedSource:
         if self.note is not None:
             lines.append(("", "reached"))
             lines.append((self.note, "reached"))
+        if self.reason is not None:
+            lines.append(("", "reached"))
+            lines.append((self.reason, "failed"))
         if self.error is not None:
             lines.append(("", "reached"))
             lines.append((self.error, "failed"))
@@ -224,7 +240,14 @@ def source_of_calls(
             functions.append(function)
     if not functions and first.error is None:
         raise ValueError("no line sets an array: lambdas and code without source have no lines")
-    return AnnotatedSource(tuple(functions), first.error, note)
+    functions.sort(key=_has_failed)  # what has failed is printed last, just above the error
+    error = _text_of(records, "error")
+    reason = _text_of(records, "reason")
+    return AnnotatedSource(tuple(functions), error, note, reason)
+
+
+def _has_failed(function: FunctionSource) -> bool:
+    return any(line.has_failed for line in function.lines)
 
 
 def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
@@ -327,6 +350,8 @@ class _Recording:
         self.reached: set[tuple[_Place, int]] = set()
         self.failed: tuple[_Place, int] | None = None
         self.error: str | None = None
+        self._returned: dict[_Place, int] = {}
+        """The line of the last `return` of each function."""
         self._annotations: dict[_Place, dict[str, Any]] = {}
 
     def watch(self, call: TypedCall) -> None:
@@ -377,6 +402,7 @@ class _Recording:
             elif event == "return" and not is_raising and line is not None:
                 self._add_variables(place, statements, line, frame)
                 # A `with` statement ends after the `return` inside it.
+                self._returned[place] = return_line or line
                 self._add(place, return_line or line, "return", result, value)
             return trace_line
 
@@ -400,15 +426,40 @@ class _Recording:
             self.records.append(_Record(place, line, name, shapes))
 
     def fail(self, error: Exception) -> None:
-        """Record the last line that is shown among those that an error passed through."""
-        # The last line of a `TypeCheckError` is its reason.
-        last_line = str(error).strip().rpartition("\n")[2]
-        self.error = f"{type(error).__name__}: {last_line}"
+        """Record the last line that is shown among those that an error passed through.
+
+        It must be called before JAX removes its own frames from the traceback.
+        """
+        if self.error is not None:  # it was recorded where it was raised
+            return
+        text = str(error).strip()
+        if isinstance(error, TypeCheckError):
+            reason = _typed_reason(error)
+            line_of_text = text.rpartition("\n")[2]
+        else:
+            reason = explain(error.__traceback__)
+            line_of_text = text.partition("\n")[0]
+        self.error = f"{type(error).__name__}: {line_of_text}".removesuffix(": ")
+        self._find_failed_line(error)
+        # Texts are records too, so that their sizes get the same names.
+        self.records.append(_text_record("error", self.error))
+        if reason is not None:
+            self.records.append(_text_record("reason", reason))
+
+    def _find_failed_line(self, error: Exception) -> None:
         found = None
         traceback = error.__traceback__
         while traceback is not None:
-            if _place(traceback.tb_frame.f_code) in self.calls:
+            frame = traceback.tb_frame
+            if _place(frame.f_code) in self.calls:
                 found = traceback
+            # A function whose result is rejected has returned, so it has no frame any more.
+            code = getattr(frame.f_locals.get("function"), "__code__", None)
+            if code is not None and _is_contract(frame):
+                place = _place(code)
+                if self._rejects_result(error, place):
+                    self.failed = (place, self._returned[place])
+                    return
             traceback = traceback.tb_next
         if found is None:
             return
@@ -420,6 +471,56 @@ class _Recording:
         values = dict(found.tb_frame.f_locals)
         for name in statements.operands.get(line, ()):
             self._add(place, line, name, None, values.get(name))
+
+    def _rejects_result(self, error: Exception, place: _Place) -> bool:
+        is_result = " returned a wrong result." in str(error).partition("\n")[0]
+        return isinstance(error, TypeCheckError) and is_result and place in self._returned
+
+
+def _is_contract(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "jgpt.shapes.contract"
+
+
+def _typed_reason(error: TypeCheckError) -> str | None:
+    """Return the first lines of the error of a typed function as a sentence."""
+    lines = str(error).strip().splitlines()
+    if len(lines) != 4:
+        return None
+    subject = lines[0].removesuffix(".")
+    # The module of a user's file has a name that nobody has given it.
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        function = frame.f_locals.get("function")
+        for module in (frame.f_globals.get("__name__"), getattr(function, "__module__", None)):
+            subject = subject.removeprefix(f"{module}.")
+        traceback = traceback.tb_next
+    expected = lines[1].removeprefix("Expected: ")
+    got = lines[2].removeprefix("Got: ")
+    return f"{subject}: {got}, and not {expected}"
+
+
+_TEXT = _Place("", "", 0)
+"""The place of records that are texts."""
+
+
+def _text_record(name: str, text: str) -> _Record:
+    """Return a text as a record: each number in it is a size, and the words before it its name."""
+    dimensions: list[tuple[str, Any]] = []
+    end = 0
+    for number in re.finditer(r"(?<![\w.])(?:0|[1-9]\d*)(?!\w)", text):
+        dimensions.append((text[end : number.start()], int(number[0])))
+        end = number.end()
+    return _Record(_TEXT, 0, name, (Shape(text[end:], tuple(dimensions)),))
+
+
+def _text_of(records: Sequence[_Record], name: str) -> str | None:
+    for record in records:
+        if record.place == _TEXT and record.name == name:
+            (shape,) = record.shapes
+            parts = [f"{words}{size}" for words, size in shape.dimensions]
+            return "".join(parts) + shape.dtype
+    return None
 
 
 def _record(
@@ -437,6 +538,10 @@ def _record(
         sys.settrace(recording.trace)
         try:
             function(*arguments)
+        except Exception as error:
+            sys.settrace(None)
+            recording.fail(error)
+            raise
         finally:
             sys.settrace(None)
 
