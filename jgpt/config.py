@@ -228,8 +228,8 @@ class OptimizerConfig(Fields):
     embedding_learning_rate: Positive | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
     ema_decay: DecayRate = 0.0
-    """Decay rate of an exponential moving average of the weights, the ones that are evaluated and
-    saved; 0 is off."""
+    """Decay rate of an exponential moving average of the weights, which is evaluated and saved in
+    their place; 0 is off."""
     make: Make = None
     """What makes the optimizer, called as make(config, steps): the user's own function, instead of
     `optimizer`. A run records its name and SHA-256."""

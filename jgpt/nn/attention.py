@@ -12,8 +12,8 @@ from jgpt.shapes.contract import check, typed
 def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
     """Return True where a query (row) may attend to a key (column): itself and the past.
 
-    A `window` limits that to the last `window` positions, its own included (sliding-window
-    attention). Raises ValueError for a negative `time` and a window below 1.
+    With a `window`, a query may attend only to the last `window` positions, its own included
+    (sliding-window attention). Raises ValueError for a negative `time` and a window below 1.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be positive: it includes the query's own position")

@@ -84,5 +84,5 @@ class Page:
 
 @typed
 def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """Return the page of `jgpt look` for a notebook. Raises ValueError where the command fails."""
+    """Return the page of `jgpt look` for a notebook. Raises ValueError for what the command rejects."""
     return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))

@@ -18,11 +18,11 @@ from jgpt.shapes.contract import typed
 def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, Any]]:
     """Return a function that calls the model and returns results of typed calls inside, by path.
 
-    The model is an NNX module, or a function or a model of another library, where a typed call has
-    the name of its method or function. `blocks.1.attention` is a module, and
-    `blocks.1.attention.merge_heads` a function that it calls; `*` stands for any one part. Repeated
-    calls of a path are numbered: `split_heads[1]`. Blocks run in a loop, even if the config scans
-    them. Raises ValueError without a path, for a path that no call has, and under a mesh.
+    The model is an NNX module, a function, or a model of another library. In an NNX module
+    `blocks.1.attention` is the path of a module, and `blocks.1.attention.merge_heads` of a function
+    that it calls. Elsewhere a path is the name of a typed method or function. `*` stands for any
+    one part. Repeated calls of a path are numbered: `split_heads[1]`. Blocks run in a loop, even if
+    the config scans them. Raises ValueError without a path, for a path that no call has, and under a mesh.
     """
     if not paths:
         raise ValueError("capture needs a path, such as 'blocks.*.attention'")

@@ -34,7 +34,10 @@ def name_colours(text: str) -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shape:
-    """An array's dtype and dimensions; the name of an expression is empty."""
+    """The dtype of an array, and the name and the size of each dimension.
+
+    The name is empty where the annotation has an expression.
+    """
 
     dtype: str
     dimensions: tuple[tuple[str, Any], ...]

@@ -158,7 +158,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(byte_pairs):
 
 def test_a_character_vocabulary_is_sorted_unique_and_not_empty():
     for characters in ("", "ba", "aa"):
-        with pytest.raises(ValueError, match="sorted, unique and not empty"):
+        with pytest.raises(ValueError, match="must be sorted and unique, and at least one"):
             CharTokenizer(characters)
     with pytest.raises(TypeError, match="the text must be a string, not bytes"):
         CharTokenizer.from_text(b"abc")  # type: ignore[arg-type]

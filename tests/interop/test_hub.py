@@ -174,7 +174,7 @@ REFUSED = {
     "hub:me/broken": "me/broken/config.json: Expecting property name enclosed in double quotes: "
     "line 1 column 2 (char 1)",
     "hub:me/list": "me/list/tokenizer_config.json: not an object, but list",
-    "hub:me/nobody": "the hub has no public model me/nobody",
+    "hub:me/nobody": "the hub has no public model me/nobody: check the name",
     "hub:me/gated": "me/gated is gated: accept its terms at https://huggingface.co/me/gated, then "
     "run: hf auth login",
     "hub:tiny": "hub:tiny must be hub:OWNER/NAME",
