@@ -177,7 +177,7 @@ IN_A_PROCESS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "commands",
-    [["sample"], [*IN_A_PROCESS], [*IN_A_PROCESS][::-1]],
+    [["sample"], [*IN_A_PROCESS]],
 )
 def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     commands, run, text_file, tmp_path

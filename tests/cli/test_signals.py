@@ -246,5 +246,5 @@ def test_an_interruption_at_exit_says_nothing(before):
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize("name", ["sample", "attention"])
 def test_an_interruption_at_any_time_ends_a_command(trained, name):
-    found = interrupt_often(commands(trained.directory)[name], count=8)
+    found = interrupt_often(commands(trained.directory)[name], count=4)
     assert [outcome for outcome in found if outcome.kind != "ended"] == []
