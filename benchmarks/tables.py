@@ -347,7 +347,7 @@ def summary() -> Table:
 
 def readme() -> Table:
     elsewhere = [ratios(where) for where in PLACES if where]
-    table: list[Row] = [[*HEADER[:-1], "on a slower, a faster processor"]]
+    table: list[Row] = [[*HEADER[:-1], "ratio on a slower and on a faster processor"]]
     found = rows()
     for beginning in README_ROWS:
         for row in found:

@@ -84,5 +84,8 @@ class Page:
 
 @typed
 def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """Return the page of `jgpt look` for a notebook. Raises ValueError for what the command rejects."""
+    """Return the page of `jgpt look` for a notebook.
+
+    Raises ValueError for a prompt or a model for which the command ends with an error.
+    """
     return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))
