@@ -457,7 +457,7 @@ def test_what_can_t_be_captured_or_edited_is_refused():
         jgpt.capture(model, "block.1.attention")(TOKENS)
     with pytest.raises(ValueError, match=r"no typed call has the path 'blocks\.7'"):
         jgpt.edit(model, {"blocks.7": jnp.zeros_like})(TOKENS)
-    with pytest.raises(ValueError, match="give a path"):
+    with pytest.raises(ValueError, match="capture needs a path"):
         jgpt.capture(model)
     with pytest.raises(TypeCheckError, match=r"(?s)MultiHeadAttention.*wrong result.*time is 3"):
         jgpt.edit(model, {"blocks.1.attention": lambda x: x[:, :3]})(TOKENS)
