@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jgpt.nn.layers import Linear
 from jgpt.parallel.mesh import abstract_mesh, make_mesh
-from jgpt.parallel.rules import dimensions_of, shard_by_name, spec_of, stacked
+from jgpt.parallel.rules import dimensions_of, shard_by_name, spec_of, split_batch, stacked
 from tests.models import tokens_of, weights_of
 
 MESH = "data=2,fsdp=3,tensor=5"
@@ -24,6 +24,7 @@ MESH = "data=2,fsdp=3,tensor=5"
         ((("num_heads", 4), "embed_dim"), (20, 6), MESH, "", P(None, ("fsdp",))),  # heads whole
         (("embed_dim",), (9,), MESH, "", P(None)),  # a vector is too small to gather
         (("hidden_dim",), (10,), MESH, "", P(("tensor",))),
+        (("batch",), (12,), MESH, "", P(("data", "fsdp"))),  # nothing of it is gathered
         (("embed_dim", "hidden_dim"), (9, 10), MESH, "fsdp", P(None, ("tensor",))),
         (("batch", "embed_dim"), (7, 9), "fsdp=3", "", P(None, ("fsdp",))),  # data has size one
         (("batch", "embed_dim"), (7, 9), None, "", P(None, None)),
@@ -46,6 +47,15 @@ def test_with_a_mesh_an_array_is_split_and_without_one_it_stays():
     assert without_mesh is tokens
     shard_shape = sharded.sharding.shard_shape(sharded.shape)
     assert shard_shape == (12 // 4, sharded.shape[1])
+
+
+def test_all_devices_take_part_in_each_part_of_a_batch():
+    """The numbers would be the same if a device had whole parts, one after the other."""
+    with jax.set_mesh(make_mesh("data=4,tensor=2")):
+        parts = split_batch(tokens_of(1, batch=96), 12)
+
+    assert parts.shape[:2] == (12, 8)
+    assert parts.sharding.shard_shape(parts.shape)[:2] == (12, 8 // 4)
 
 
 def test_a_mesh_of_another_size_than_the_machine_is_refused():

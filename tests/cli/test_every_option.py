@@ -514,6 +514,8 @@ def test_import(calls):
     type_in("import", "somewhere", *words, *more)
     assert calls["find_model"] == {"source": "somewhere"}
     assert calls["load_hf"]["block_size"] == 12
+    text_folders = {"model_folder": folder, "tokenizer_folder": Path("t.json")}
+    assert calls["read_text_files"] == text_folders
     assert "t.json" in calls["_tokenizer"].values()
     assert False in calls["_tokenizer"].values()
     config = calls["save"]["config"]

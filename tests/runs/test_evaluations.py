@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -248,14 +249,32 @@ def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick
     assert plan(longer, resume=True).evaluations.comparable_after == 8
 
 
-def test_a_run_without_a_step_on_its_new_targets_has_a_loss_over_its_old_ones(quick):
-    """The best checkpoint is of the step up to which losses are over all targets."""
+@pytest.mark.parametrize(("losses", "best_step"), [((2.0, 1.9), 8), ((1.9, 2.0), 4)])
+def test_a_run_without_a_step_on_its_new_targets_has_a_loss_over_its_old_ones(
+    quick, monkeypatch, losses, best_step
+):
+    """Losses up to step 8 are over all targets, whichever of them is the best."""
+    each_loss = iter(losses)
+    monkeypatch.setattr(loop.Evaluator, "exact", lambda *_: next(each_loss))
     config = with_changes(quick, eval_tokens=None, steps=8)
     fit(config)
+
     again = fit(dataclasses.replace(config, eval_tokens=50), resume=True)
-    assert again.best_step == again.evaluations.comparable_after == 8
+
+    assert again.evaluations.comparable_after == 8
+    assert again.best_step == best_step
     assert again.evaluations.targets == 191
     assert again.evaluations.over == ""
+
+
+def test_a_state_whose_loss_is_unknown_takes_the_place_of_no_good_checkpoint(quick, monkeypatch):
+    losses = iter([2.0, 2.5, math.nan])  # after steps 4, 8 and 11
+    monkeypatch.setattr(loop.Evaluator, "exact", lambda *_: next(losses))
+
+    with pytest.raises(FloatingPointError, match="checkpoint 8 is kept"):
+        fit(with_changes(quick, keep_best=1, keep_last=1))
+
+    assert RunDirectory.open(quick.out).checkpoint_steps() == [4, 8]
 
 
 def test_the_targets_of_auto_stay_when_a_run_is_trained_further(quick, monkeypatch):
