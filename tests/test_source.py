@@ -241,7 +241,8 @@ def test_what_traces_the_thread_stays_and_is_named():
     ("function", "array", "message"),
     [
         (len, "float32[b]", "has no Python source"),
-        (mixed, "float32[b+1 t]", "write each dimension as a name or a number, not 'b\\+1'"),
+        (mixed, "float32[b t?]", "is not an array such as"),
+        (mixed, "float32[3-b]", "3-b is -98 for b=101"),
         (mixed, "float99[b]", "is not an array such as"),
         (lambda x: x, "float32[b]", "no line sets an array"),
     ],
@@ -416,10 +417,163 @@ def test_a_model_that_fails_ends_with_its_error(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+MY_FUNCTIONS = """
+import jax.numpy as jnp
+import jgpt
+from jaxtyping import Array, Float
+
+
+def project(x, kernel):
+    y = x * 2
+    return y @ kernel
+
+
+def heads(x):
+    return x.reshape(x.shape[0], 4, x.shape[1] // 4)
+
+
+@jgpt.typed
+def normalise(x: Float[Array, "batch features"]) -> Float[Array, "batch features"]:
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def similarity(y, x):
+    return normalise(x) @ normalise(y).T
+
+
+class Scaled:
+    def __init__(self, x):
+        self.x = x * 2
+"""
+
+
+@pytest.fixture(scope="module")
+def my_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("functions") / "my.py"
+    file.write_text(MY_FUNCTIONS)
+    return file
+
+
+def test_a_function_of_a_file_is_traced_with_arrays_of_text(my_file):
+    said = worked("shapes", f"{my_file}:project", "f32[b t 8]", "bf16[8 3]", "--source")
+    assert [" ".join(line.split()) for line in said.splitlines()[1:]] == [
+        "def project(x, kernel): | x: float32[b t 8]; kernel: bfloat16[8 3]",
+        "y = x * 2 | y: float32[b t 8]",
+        "return y @ kernel | return: float32[b t 3]",
+    ]
+    said = worked("shapes", f"{my_file}:Scaled", "float32[b]", "--source")
+    assert said.splitlines()[-1].endswith("| self.x: float32[b]")
+    said = worked("shapes", f"{my_file}:heads", "float32[b 4*t]", "--source")
+    assert said.splitlines()[-1].endswith("| return: float32[b 4 t]")
+
+
+def test_the_tree_of_a_function_has_its_arguments_and_result(my_file):
+    # One name is one size, so both arrays have as many features.
+    said = worked("shapes", f"{my_file}:similarity", "float32[b d]", "float32[7 d]")
+    assert said.splitlines() == [
+        "similarity(y: float32[b d], x: float32[7 d])",
+        "  normalise  float32[batch=7 features=d]",
+        "  normalise  float32[batch=b features=d]",
+        "result       float32[7 b]",
+    ]
+    said = worked("shapes", f"{my_file}:project", "float32[b 8]", "float32[8 3]")
+    assert said.splitlines() == [
+        "project(x: float32[b 8], kernel: float32[8 3])",
+        "result  float32[b 3]",
+    ]
+
+
+@pytest.mark.parametrize("option", [(), ("--source",)])
+def test_a_function_that_fails_ends_with_its_source_and_one_line(my_file, option):
+    done = command("shapes", f"{my_file}:project", "f32[b t 128]", "f32[96 384]", *option)
+    assert done.code == 2
+    assert done.stderr.splitlines()[-1].startswith("jgpt: TypeError: dot_general requires")
+    shown = done.stdout + done.stderr
+    assert "y is [b t 128], kernel is [96 384]: 128 and 96 don't match\n" in shown
+    assert "    return y @ kernel   ! y: float32[b t 128]" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("project", "f32[b t", "f32[b]"), "'f32[b t' is not an array such as 'float32[b t 8]'"),
+        (("project", "f99[b t]", "f32[b]"), "'f99[b t]' is not an array such as"),
+        (("project", "f32[b ?]", "f32[b]"), "'f32[b ?]' is not an array such as"),
+        (("project", "f32[b]"), "missing a required argument: 'kernel'"),
+        (("project", "f32[b]", "f32[b]", "f32[b]"), "too many positional arguments"),
+        (("project",), "project(x, kernel) has another number of arguments"),
+        (("projekt", "f32[b]"), "has no function or class 'projekt' (did you mean 'project'?)"),
+        (("project", "f32[b]", "f32[b]", "--batch", "3"), "--batch is for a model"),
+        (("project", "f32[b]", "f32[b]", "--model", "a.py:GPT"), "not both"),
+    ],
+)
+def test_a_wrong_function_or_array_is_one_line(my_file, words, message):
+    name, *others = words
+    assert message in refused("shapes", f"{my_file}:{name}", *others, columns=400)
+
+
+FAILING_GPT = """
+import jgpt
+
+
+class GPT(jgpt.GPT):
+    def embed(self, tokens, *, cache=None, rngs=None):
+        x = super().embed(tokens, cache=cache, rngs=rngs)
+        y = x[..., :3]
+        return x + y
+"""
+FAILING_CONSTRUCTOR = """
+import jax.numpy as jnp
+import jgpt
+
+
+class GPT(jgpt.GPT):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.scale = jnp.ones(7) + jnp.ones(config.block_size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "sentence"),
+    [
+        (FAILING_GPT, ("train", "tiny", "--data", "text.txt", "--out", "run"), "x is [b t 32], y"),
+        (FAILING_GPT, ("train", "tiny", "--data", "text.txt", "--dry-run"), "x is [b t 32], y"),
+        (FAILING_GPT, ("info", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3 don't match"),
+        (FAILING_GPT, ("shapes", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3 don't match"),
+        (FAILING_CONSTRUCTOR, ("shapes", "tiny"), "`jnp.ones(7)` is [7], `jnp.ones(config.bl"),
+    ],
+)
+def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words, sentence):
+    # A module is named after its content, so each case has another one.
+    (tmp_path / "my_gpt.py").write_text(f"{code}# {words}\n")
+    (tmp_path / "text.txt").write_text("To be or not to be. " * 200)
+    before = sorted(tmp_path.iterdir())
+
+    done = command(*words, "--model", "my_gpt.py:GPT", cwd=tmp_path)
+
+    assert done.code == 2
+    *shown, last = done.stderr.splitlines()
+    assert last.startswith("jgpt: my_gpt.py, line ")
+    assert "Traceback" not in done.stderr
+    (found,) = [line for line in shown if line.startswith(sentence)]
+    assert shown[-1] == found
+    assert " !" in shown[-3]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_word_that_is_a_model_is_that_of_the_default_preset(tmp_path):
+    (tmp_path / "my_gpt.py").write_text("import jgpt\n\n\nclass GPT(jgpt.GPT):\n    pass\n")
+    said = worked("shapes", "my_gpt.py:GPT", "--depth", "1", cwd=tmp_path)
+    assert said.startswith("GPT(tokens: int32[batch=b time=t])\n")
+
+
 def test_what_is_wrong_is_one_line():
     assert "--of selects functions of --source" in refused("shapes", "tiny", "--of", "attend")
     said = refused("shapes", "tiny", "--source", "--of", "nothing")
     assert "no function that was called has 'nothing' in its name" in said
+    assert "--depth 2 is for the tree" in refused("shapes", "tiny", "--source", "--depth", "2")
+    assert "only a function gets arrays" in refused("shapes", "tiny", "f32[b]", columns=200)
 
 
 def test_numpy_arrays_are_arrays():

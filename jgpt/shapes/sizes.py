@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,21 @@ COMPARISONS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 Size: Any = type(jax.export.symbolic_shape("b")[0])
 """JAX's class of symbolic sizes, which has no public name."""
 _NAME = r"[A-Za-z_]\w*"
+_SHORT_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+    "pred": "bool",
+}
+"""The names of dtypes in JAX's printed programs."""
 
 
 # --- arrays and names ----------------------------------------------------------------------------
@@ -28,7 +43,7 @@ def parse_array(array: str) -> tuple[Any, str]:
     if found is None:
         raise problem
     try:
-        dtype = jnp.dtype(found[1])
+        dtype = jnp.dtype(_SHORT_DTYPES.get(found[1], found[1]))
         sizes = make_shape(found[2], jax.export.SymbolicScope())
     # An unknown dtype raises TypeError, an expression that JAX can't read ValueError.
     except (TypeError, ValueError):
@@ -37,6 +52,12 @@ def parse_array(array: str) -> tuple[Any, str]:
         if not isinstance(size, Size) and size < 0:
             raise problem
     return dtype, found[2]
+
+
+def evaluate_size(text: str, numbers: Mapping[str, int]) -> int:
+    """Return the number of a size such as `4*t`, where each name has a number."""
+    (size,) = make_shape(text, jax.export.SymbolicScope())
+    return _evaluate(size, {rename_for_jax(name): number for name, number in numbers.items()})
 
 
 def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:

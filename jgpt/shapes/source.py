@@ -23,8 +23,8 @@ from jaxtyping import TypeCheckError
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.operands import explain
-from jgpt.shapes.sizes import parse_array
-from jgpt.shapes.trace import Shape, shapes_of, with_symbols
+from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
+from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls, with_symbols
 
 MOST_LEAVES = 4
 """The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
@@ -166,6 +166,8 @@ def _heading(function: FunctionSource) -> str:
 
 
 def _with_margin(line: SourceLine, width: int, calls: int) -> str:
+    if line.has_failed and not line.values:
+        return f"{line.text:<{width}} !"
     if not line.values:
         return line.text
     values = []
@@ -231,7 +233,7 @@ def source_of_calls(
         if [record.what for record in records] == [record.what for record in second.records]:
             records = _with_symbols(records, second.records, symbols)
         else:
-            sizes = ", ".join(f"{name}={size}" for name, (size, _) in symbols.items())
+            sizes = _sizes_text(symbols)
             note = f"The lines depend on the sizes; these are the shapes for {sizes}."
     functions = []
     for place in first.calls:
@@ -250,25 +252,84 @@ def _has_failed(function: FunctionSource) -> bool:
     return any(line.has_failed for line in function.lines)
 
 
+def _sizes_text(symbols: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name}={size}" for name, (size, _) in symbols.items())
+
+
+def annotated_tree(function: Callable[..., Any], *arrays: Any) -> ShapeTrace:
+    """Return the tree of typed calls in a call whose arrays may be texts.
+
+    It has the arguments and the result of the call itself, also if no function is typed.
+    """
+    symbols: dict[str, tuple[int, int]] = {}
+    first = tuple(_array(array, symbols, 0) for array in arrays)
+    second = tuple(_array(array, symbols, 1) for array in arrays)
+    tree = _tree_of_call(function, first)
+    if not symbols:
+        return tree
+    named = with_symbols(tree, _tree_of_call(function, second), symbols)
+    # JAX sorts the keys of a dict.
+    named.arguments = {name: named.arguments[name] for name in tree.arguments}
+    return named
+
+
+def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> ShapeTrace:
+    trees = []
+
+    def trace(*arguments: Any) -> None:
+        results: list[Any] = []
+
+        def call(*arguments: Any) -> Any:
+            results.append(function(*arguments))
+            return results[0]
+
+        call.__name__ = getattr(function, "__name__", type(function).__name__)
+        try:
+            tree = trace_calls(call, lambda *_: None, *arguments)
+        except ValueError:
+            if not results:  # the function has raised it
+                raise
+            tree = ShapeTrace("", call.__name__, {})  # no call is typed
+        if not tree.results:
+            tree.results = list(_shapes(None, results[0]))
+        if not tree.arguments:
+            names = parameter_names(function, len(arguments))
+            for name, argument in zip(names, arguments, strict=True):
+                tree.arguments[name] = list(_shapes(None, argument))
+        trees.append(tree)
+
+    jax.eval_shape(trace, *arguments)
+    return trees[0]
+
+
+def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of the first parameters of a function."""
+    names = list(inspect.signature(function).parameters)[:count]
+    for position in range(len(names), count):  # those of `*arrays` have none
+        names.append(f"argument {position + 1}")
+    return names
+
+
 def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
     """Return an abstract array for an argument; new symbols of a text get their sizes."""
     if not isinstance(array, str):
         return array
     dtype, dimensions = parse_array(array)
     shape = []
-    for name in dimensions.split():
-        if name.isdigit():
-            shape.append(int(name))
-            continue
-        if not name.isidentifier():
-            raise ValueError(f"{array!r}: write each dimension as a name or a number, not {name!r}")
-        if name not in symbols:
+    for size in dimensions.split():
+        for name in names_in(size):
+            if name in symbols:
+                continue
             position = len(symbols)
             if position == len(_SIZES):
                 raise ValueError(f"{array!r}: at most {len(_SIZES)} names are open sizes")
             # Each pair has a difference of its own, so that sums of sizes have theirs.
             symbols[name] = (_SIZES[position], _SIZES[position] + 2 + 3 * position)
-        shape.append(symbols[name][which])
+        numbers = {name: pair[which] for name, pair in symbols.items()}
+        number = evaluate_size(size, numbers)
+        if number < 0:
+            raise ValueError(f"{array!r}: {size} is {number} for {_sizes_text(symbols)}")
+        shape.append(number)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines, MeshOption, ModelOption, What
+from jgpt.cli.failing import source_shown
 from jgpt.cli.options import (
     OptionSpec,
 )
@@ -35,7 +36,8 @@ def info(
         machine = hardware.this_machine()
         decided = precision.run_for_platform(config, machine.platform)
         decided = with_micro_batches(decided, machine)
-        memory = training_memory(decided)
+        with source_shown(config):
+            memory = training_memory(decided)
     parts = list(parts_of(config.model))
     parameters = sum(part.parameters for part in parts)
     total_bytes = sum(part.size for part in parts)

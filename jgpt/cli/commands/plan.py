@@ -7,6 +7,7 @@ from json import dumps
 
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines
+from jgpt.cli.failing import source_shown
 from jgpt.cli.options import (
     OptionError,
     ProcessOptions,
@@ -35,7 +36,8 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
 
     if options.on is None:
         screen = open_console(stderr=options.json)
-        with console.ConsoleProgress(screen, "reading the data") as progress:
+        shown = console.ConsoleProgress(screen, "reading the data")
+        with source_shown(config), shown as progress:
             planned = fit_module.plan(
                 config, resume=options.resume, overwrite=options.overwrite, progress=progress
             )

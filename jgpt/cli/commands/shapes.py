@@ -4,21 +4,36 @@ import dataclasses
 from json import dumps
 from typing import Annotated, Any
 
-from jgpt.cli import runs, terminal
-from jgpt.cli.arguments import Lines, ModelOption, What
+from jgpt.cli import functions, runs, terminal
+from jgpt.cli.arguments import Lines, ModelOption
+from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import ModelConfig
-
-_STYLES = {"heading": "bold", "reached": "", "not reached": "dim", "failed": "red"}
+from jgpt.presets import DEFAULT_PRESET
 
 
 def shapes(
-    what: What,
+    what: Annotated[
+        str,
+        OptionSpec(
+            "PRESET|RUN|FILE:NAME",
+            "A preset, a run directory, or a model or function such as my_gpt.py:GPT.",
+            positional=True,
+        ),
+    ],
+    arrays: Annotated[
+        tuple[str, ...],
+        OptionSpec(
+            "ARRAY",
+            "The arrays that a function gets, such as 'float32[b t 8]'.",
+            positional=True,
+        ),
+    ] = (),
     model: ModelOption = None,
     batch: int | None = None,
     time: int | None = None,
-    depth: int = 3,
+    depth: int | None = None,
     decode: bool = False,
     train: bool = False,
     source: bool = False,
@@ -30,7 +45,7 @@ def shapes(
     Args:
         batch: The number of sequences; the symbol b by default.
         time: The number of positions; the symbol t by default.
-        depth: Levels of the tree.
+        depth: Levels of the tree; 3 by default.
         decode: Trace one step of decoding, over a KV cache.
         train: Trace a train step.
         source: Show the source instead, with the shapes of what each line computes.
@@ -44,6 +59,24 @@ def shapes(
         raise OptionError("--decode and --train are two pictures: give one")
     if of is not None and not source:
         raise OptionError("--of selects functions of --source: give both")
+    if source and depth is not None:
+        raise OptionError(
+            f"--depth {depth} is for the tree, and --source shows lines: give one of them"
+        )
+    if functions.is_code(what):
+        if model is not None:
+            raise OptionError(f"give {what} or --model {model}, not both")
+        if arrays or not functions.is_model(what):
+            options = {"--batch": batch, "--time": time, "--decode": decode, "--train": train}
+            functions.require_none(options)
+            return functions.show(what, arrays, depth or 3, source=source, of=of, json=json)
+        model = what
+        what = DEFAULT_PRESET
+    elif arrays:
+        raise OptionError(
+            f"{arrays[0]!r} was not expected: only a function gets arrays, as in "
+            "jgpt shapes my.py:attend 'float32[b t 8]'"
+        )
     with terminal.importing():
         from jgpt.training import programs
 
@@ -60,12 +93,14 @@ def shapes(
         batches = (batch or 2, batch or 4)
         times = (time or max(longest - 1, 1), time or longest)
         symbols = {"b": batches, "t": times}
-        traced = [make_program(config, batches[0], times[0])]
-        if batches[0] != batches[1] or times[0] != times[1]:
-            traced.append(make_program(config, batches[1], times[1]))
+        with source_shown(config):
+            traced = [make_program(config, batches[0], times[0])]
+            if batches[0] != batches[1] or times[0] != times[1]:
+                traced.append(make_program(config, batches[1], times[1]))
     if source:
         return _show_source(traced, symbols, config.model, train, of, json)
-    return _show_tree(traced, symbols, depth, json)
+    with source_shown(config):
+        return _show_tree(traced, symbols, depth or 3, json)
 
 
 def _show_tree(
@@ -96,7 +131,6 @@ def _show_source(
     """Print the source of the model, and of the train step, or return it as JSON."""
     from jgpt.nn.models import abstract_model
     from jgpt.shapes.source import folders_of, source_of_calls
-    from jgpt.shapes.trace import name_colours
 
     folders = folders_of(abstract_model(model))
     if train:
@@ -106,10 +140,5 @@ def _show_source(
         source = source.of(of)
     if json:
         return [dumps(source.as_json())]
-    console = open_console()
-    colours = name_colours(str(source))
-    for line, kind in dataclasses.replace(source, error=None).lines():
-        say(console, line, colours=colours, style=_STYLES[kind])
-    if source.error is not None:
-        raise ValueError(source.error)
+    functions.print_source(source)
     return []

@@ -8,6 +8,7 @@ from typing import NoReturn
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, code_options, shell_command
 from jgpt.cli.commands.plan import plan
+from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, ProcessOptions, RunOptions, in_options
 from jgpt.cli.terminal import on_one_line, open_console
 from jgpt.config import TrainConfig
@@ -25,7 +26,8 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
     if options.live and where != ProcessOptions():
         raise OptionError("--live is for training in one process: use jgpt look RUN --live")
     if where == ProcessOptions():
-        return _train(config, options, began)
+        with source_shown(config):
+            return _train(config, options, began)
     # with --distributed, JAX finds in the environment what is None
     addresses = (where.coordinator, where.processes, where.process)
     if not where.distributed and None in addresses:
@@ -33,7 +35,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
 
     from jgpt.parallel.processes import joined
 
-    with joined(*addresses, _leave):
+    with joined(*addresses, _leave), source_shown(config):
         return _train(config, options, began)
 
 

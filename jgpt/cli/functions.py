@@ -1,0 +1,116 @@
+"""A function in a user's file, traced with arrays that are written as text."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from json import dumps
+from typing import Any
+
+from jgpt.cli import terminal
+from jgpt.cli.arguments import Lines
+from jgpt.cli.options import OptionError
+from jgpt.cli.terminal import open_console, say
+from jgpt.user_code import load_code
+
+_STYLES = {"heading": "bold", "reached": "", "not reached": "dim", "failed": "red"}
+
+
+def is_code(what: str) -> bool:
+    """Whether a word is FILE.py:NAME."""
+    file, _, name = what.rpartition(":")
+    return file.endswith(".py") and name != ""
+
+
+def is_model(named: str) -> bool:
+    """Whether FILE.py:NAME makes a model: it takes a config and `rngs`."""
+    with terminal.importing():
+        return "rngs" in _signature(load_code(named)).parameters
+
+
+def require_none(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for an option that is given, and that only a model has."""
+    for flag, value in options.items():
+        if value:
+            raise OptionError(f"{flag} is for a model: write a function's sizes in its arrays")
+
+
+def show(
+    named: str, arrays: tuple[str, ...], depth: int, *, source: bool, of: str | None, json: bool
+) -> Lines:
+    """Print the tree of calls or the source of FILE.py:NAME, or return it as JSON."""
+    with terminal.importing():
+        from jgpt.shapes.source import annotated_source
+
+        function = load_code(named)
+        _require_arrays(named, function, arrays)
+        if not source:
+            tree = _tree(function, arrays)
+            return _show_tree(tree, depth, json=json)
+        annotated = annotated_source(function, *arrays, of=of)
+    if json:
+        return [dumps(annotated.as_json(), allow_nan=False)]
+    print_source(annotated)
+    return []
+
+
+def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
+    """Return the tree of calls. If the function fails, print its source up to that line."""
+    from jgpt.shapes.source import annotated_source, annotated_tree
+
+    try:
+        return annotated_tree(function, *arrays)
+    except Exception:
+        failed = annotated_source(function, *arrays).failing()
+        if failed.error is None:
+            raise
+        print_lines(failed, open_console(stderr=True))
+        raise ValueError(failed.error) from None
+
+
+def _show_tree(tree: Any, depth: int, *, json: bool) -> Lines:
+    from jgpt.shapes.trace import name_colours
+
+    if json:
+        return [dumps(tree.as_json(), allow_nan=False)]
+    lines = tree.lines(depth)
+    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    return []
+
+
+def _require_arrays(named: str, function: Callable[..., Any], arrays: tuple[str, ...]) -> None:
+    """Raise OptionError unless a function takes as many arrays."""
+    signature = _signature(function)
+    try:
+        signature.bind(*arrays)
+    except TypeError as error:
+        name = named.rpartition(":")[2]
+        raise OptionError(
+            f"{name}{signature} has another number of arguments ({error}): write each as an "
+            "array, such as 'float32[b t 8]'"
+        ) from None
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a call, without `self`."""
+    if not isinstance(function, type):
+        return inspect.signature(function)
+    # NNX's metaclass hides the signature of a class.
+    signature = inspect.signature(function.__init__)
+    parameters = list(signature.parameters.values())[1:]
+    return signature.replace(parameters=parameters)
+
+
+def print_source(source: Any) -> None:
+    """Print an `AnnotatedSource`. Raises ValueError with its error if it has one."""
+    print_lines(source, open_console())
+    if source.error is not None:
+        raise ValueError(source.error)
+
+
+def print_lines(source: Any, console: Any) -> None:
+    """Print an `AnnotatedSource` without its error, which is a command's last line."""
+    from jgpt.shapes.trace import name_colours
+
+    colours = name_colours(str(source))
+    for line, kind in dataclasses.replace(source, error=None).lines():
+        say(console, line, colours=colours, style=_STYLES[kind])
