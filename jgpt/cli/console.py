@@ -186,7 +186,7 @@ class ConsoleProgress(TrainingProgress):
     def stopping(self) -> None:
         """After the first signal."""
         if self.is_tokenizing:
-            self.say("stopping; the same command goes on with what is tokenized of a large text")
+            self.say("stopping; the same command continues with the tokens of a large text so far")
         elif self.evaluation is not None:
             self.say(
                 "stopping this evaluation; the state is saved, and resuming evaluates it again"

@@ -83,7 +83,7 @@ def _scanned(
     graph = nnx.graphdef(blocks[0])
     # A graph has everything except arrays; one block's code then runs with each block's weights.
     if any(nnx.graphdef(block) != graph for block in blocks):
-        raise ValueError("scan_layers=True needs blocks that differ in their weights alone")
+        raise ValueError("scan_layers=True needs blocks that differ only in their weights")
     layers = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in blocks]
     weights = layers[0]
     if len(layers) == config.num_layers:  # not stacked yet

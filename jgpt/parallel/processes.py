@@ -151,7 +151,7 @@ def _meet(coordinator: str, processes: int, process: int) -> str:
         coordinator = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
     host, port = _parse_address(coordinator)
     if not 0 <= process < processes:
-        raise ValueError(f"there is no process {process} of {processes}, which count from 0")
+        raise ValueError(f"process {process} of {processes} does not exist: processes count from 0")
     try:
         # An address of a kind that this machine has: IPv6 may be compiled in and switched off.
         addresses = socket.getaddrinfo(host, port, flags=socket.AI_ADDRCONFIG)

@@ -293,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if not isinstance(request, Mapping):
-                raise ValueError("a request is a JSON object")
+                raise ValueError("a request must be a JSON object")
             answered = self._server.answers[name](request)
         except (ValueError, OSError) as error:
             answered = {"error": " ".join(str(error).split())}
@@ -356,7 +356,7 @@ def answer(look: Look, asked: Any) -> dict[str, Any]:
         case {"prompt": str(prompt)}:
             tokens = encode_text(look.tokenizer, prompt)
         case _:
-            raise ValueError("a request is a JSON object with a prompt")
+            raise ValueError("a request must be a JSON object with a prompt")
     changes = _changes(look.anatomy, asked, len(tokens))
     data = look(tokens.tolist(), len(tokens), changes)
     return data | {"live": True, "text": prompt, "code": changes.as_code(look.anatomy, prompt)}

@@ -139,7 +139,8 @@ def save(
         config = with_code(config, type(model))
     if model.vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"the model has {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}"
+            f"the model has {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: "
+            "give the tokenizer of this model"
         )
     model_config = dataclasses.replace(config.model, vocab_size=model.vocab_size)
     config = dataclasses.replace(config, model=model_config)

@@ -30,7 +30,9 @@ def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, A
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if not jax.sharding.get_abstract_mesh().empty:
-            raise ValueError("capture results without a mesh: there, each device has a part")
+            raise ValueError(
+                "capture results without a mesh, because under a mesh each device has only a part"
+            )
         found: dict[str, Any] = {}
 
         def keep(path: str, result: Any) -> Any:

@@ -183,7 +183,7 @@ def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
         call()
         return [line for line in file.getvalue().splitlines() if line]
 
-    tokenizing = ["stopping; the same command goes on with what is tokenized of a large text"]
+    tokenizing = ["stopping; the same command continues with the tokens of a large text so far"]
     for fraction in (0.0, 0.5):
         progress.tokenized(fraction)
         assert said(progress.stopping) == tokenizing

@@ -232,8 +232,8 @@ def test_attention_follows_a_change_of_an_earlier_block(look):
 
 
 REFUSED = {
-    "no object": ([], "a request is a JSON object with a prompt"),
-    "no prompt": ({}, "a request is a JSON object with a prompt"),
+    "no object": ([], "a request must be a JSON object with a prompt"),
+    "no prompt": ({}, "a request must be a JSON object with a prompt"),
     "empty": ({"prompt": ""}, "the prompt is empty: give at least one character"),
     "unknown": ({"prompt": "a#"}, "unknown character '#' at position 1"),
     "long": ({"prompt": "a" * 12}, "the prompt has 12 tokens, more than block_size=11"),

@@ -31,7 +31,7 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
     # with --distributed, JAX finds in the environment what is None
     addresses = (where.coordinator, where.processes, where.process)
     if not where.distributed and None in addresses:
-        raise OptionError("give --coordinator HOST:PORT, --processes N and --process I, all three")
+        raise OptionError("give all of --coordinator HOST:PORT, --processes N and --process I")
 
     from jgpt.parallel.processes import joined
 
