@@ -5,6 +5,7 @@ import json
 import math
 import re
 import traceback
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
@@ -30,6 +31,7 @@ from jgpt.fields import Code, UnknownField, from_json, to_json
 from jgpt.fitting.trackers import require_tracker
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
+from jgpt.runs.directory import read_config
 from jgpt.training.optimizer import make_optimizer
 from jgpt.words import did_you_mean
 from tests.quick import only
@@ -427,6 +429,22 @@ def test_a_file_with_an_older_name_of_a_field_is_read():
 
     assert "rematerialise" in text
     assert from_json(ModelConfig, text) == ModelConfig(remat=True)
+
+
+def test_a_config_file_from_before_two_changes_is_read_as_what_it_meant():
+    """It says `rematerialise`, and null where all of a split was evaluated."""
+    config = read_config(Path(__file__).parent / "older_config.json")
+
+    best = preset("shakespeare-best")
+    model = dataclasses.replace(best.model, vocab_size=65, remat=True, activation_dtype="bfloat16")
+    assert config == dataclasses.replace(
+        best,
+        model=model,
+        out="runs/older",
+        mesh="data=2,tensor=2",
+        seed=7,
+        eval_tokens=None,
+    )
 
 
 def test_an_older_name_beside_a_record_of_code_is_not_taken_for_a_field_of_that_code():
