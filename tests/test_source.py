@@ -280,6 +280,122 @@ def test_another_thread_is_left_alone():
     assert found == [None]
 
 
+# --- values --------------------------------------------------------------------------------------
+
+
+def computed(x: Any) -> Any:
+    scores = jnp.where(x > 0, x, -jnp.inf)
+
+    def body(carry, row):
+        carry = carry + row
+        return carry, row
+
+    last, _ = jax.lax.scan(body, x[0], x)
+    y = jnp.log(x - 2)
+    for _ in range(3):
+        y = y * 2
+    pair = (last, y)
+    return jax.nn.softmax(scores), pair
+
+
+def test_values_have_a_mean_a_spread_and_what_is_not_finite():
+    source = annotated_source(computed, jnp.array([[0.0, 1.0], [2.0, 6.0]]), values=True)
+
+    lines = shown(source)["computed"]
+    assert lines[0].endswith("| x: float32[2 2] mean 2.25, std 2.28")
+    assert lines[1].endswith("| scores: float32[2 2] mean 3, std 2.16, 1 of 4 -inf")
+    assert lines[3] == (
+        "y = jnp.log(x - 2) | y: float32[2 2] mean 1.39, std 0, 2 of 4 NaN, 1 of 4 -inf"
+    )
+    # One of the four times -inf, two NaN and a finite number that doubles.
+    assert lines[4] == (
+        "y = y * 2 | y: float32[2 2] mean 2.77 to 11.1, std 0, 6 of 12 NaN, 3 of 12 -inf"
+    )
+    # A loop of JAX has values, since it runs as one of Python.
+    assert shown(source)["body"][1].startswith(
+        "carry = carry + row | carry: float32[2] mean 1 to 5"
+    )
+
+
+def test_the_first_line_that_is_not_finite_is_marked():
+    source = annotated_source(computed, jnp.array([[0.0, 1.0], [2.0, 6.0]]), values=True)
+
+    marked = [line.text.strip() for line in source.functions[0].lines if line.is_not_finite]
+    assert marked == ["y = jnp.log(x - 2)"]  # and not the mask, which is -inf on purpose
+    assert source.note is not None
+    assert source.note.startswith("y is the first that is not finite: ")
+    printed = next(line for line in str(source).splitlines() if "jnp.log" in line)
+    assert " ! y: " in printed
+    assert source.error is None
+
+    finite = annotated_source(computed, jnp.full((2, 2), 5.0), values=True)
+    assert finite.note is None
+    assert not any(line.is_not_finite for line in finite.functions[0].lines)
+
+
+def test_values_are_strict_json():
+    source = annotated_source(computed, jnp.full((2, 2), jnp.nan), values=True)
+    document = json.loads(json.dumps(source.as_json(), allow_nan=False))
+    (first, *_) = document["functions"][0]["lines"]
+    (value,) = first["values"]
+    assert value["statistics"] == [
+        [
+            {
+                "mean": None,
+                "std": None,
+                "values": 4,
+                "nan": 4,
+                "positive_infinity": 0,
+                "negative_infinity": 0,
+            }
+        ]
+    ]
+    assert first["is_not_finite"]
+
+
+def test_values_need_arrays_and_a_failing_call_is_explained():
+    with pytest.raises(ValueError, match="values=True needs arrays with values, not 'float32"):
+        annotated_source(computed, "float32[b t]", values=True)
+    source = annotated_source(wrong, jnp.ones((2, 8)), jnp.ones((7, 5)), values=True)
+    assert source.reason == "y is [2 8], kernel is [7 5]: 8 and 7 don't match"
+
+
+def test_an_array_inside_a_transformation_has_no_values():
+    def mapped(x):
+        return jax.vmap(lambda row: double(row))(x)
+
+    def double(row):
+        y = row * 2
+        return y
+
+    found = shown(annotated_source(mapped, jnp.ones((3, 2)), values=True))
+    assert found["double"][1] == "y = row * 2 | y: float32[2]"
+    assert found["mapped"][-1].endswith("| return: float32[3 2] mean 2, std 0")
+
+
+def test_the_values_of_a_prompt(trained):
+    run = trained.directory
+    said = worked("shapes", run, "--source", "--prompt", "So lo", "--of", "hidden")
+    assert "tokens: int32[batch=1 time=5] mean " in said
+    words = ("--source", "--prompt", "So lo", "--json")
+    document = json.loads(worked("shapes", run, *words))
+    assert document["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("tiny", "--prompt", "a"), "--prompt shows values beside the lines of --source"),
+        (("tiny", "--prompt", "a", "--source"), "--prompt needs a run"),
+        (("my.py:f", "--prompt", "a", "--source"), "--prompt needs a run"),
+        (("run", "--prompt", "a", "--source", "--train"), "leave out --train"),
+        (("run", "--prompt", "a", "--source", "--time", "4"), "leave out --time"),
+    ],
+)
+def test_a_prompt_without_a_run_is_one_line(words, message):
+    assert message in refused("shapes", *words, columns=200)
+
+
 # --- models --------------------------------------------------------------------------------------
 
 

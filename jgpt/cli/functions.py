@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from json import dumps
 from typing import Any
 
-from jgpt.cli import terminal
+from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines
 from jgpt.cli.options import OptionError
 from jgpt.cli.terminal import open_console, say
 from jgpt.user_code import load_code
 
-_STYLES = {"heading": "bold", "reached": "", "not reached": "dim", "failed": "red"}
+_STYLES = {
+    "heading": "bold",
+    "reached": "",
+    "not reached": "dim",
+    "failed": "red",
+    "not finite": "red",
+}
 
 
 def is_code(what: str) -> bool:
@@ -74,6 +80,23 @@ def _show_tree(tree: Any, depth: int, *, json: bool) -> Lines:
         return [dumps(tree.as_json(), allow_nan=False)]
     lines = tree.lines(depth)
     say(open_console(), *lines, colours=name_colours("\n".join(lines)))
+    return []
+
+
+def show_values(run: str, prompt: str, model: str | None, *, of: str | None, json: bool) -> Lines:
+    """Print the source of a run's model with the values of a prompt, or return it as JSON."""
+    with runs.loaded_run(run, "best", model=model) as (loaded, tokenizer, _):
+        import jax.numpy as jnp
+
+        from jgpt.shapes.source import annotated_source
+
+        tokens = tokenizer.encode(prompt)[-loaded.block_size :]
+        if len(tokens) == 0:
+            raise OptionError("--prompt has no token: write a text")
+        annotated = annotated_source(loaded, jnp.asarray(tokens)[None], of=of, values=True)
+    if json:
+        return [dumps(annotated.as_json(), allow_nan=False)]
+    print_source(annotated)
     return []
 
 

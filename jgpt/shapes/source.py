@@ -22,9 +22,11 @@ from jaxtyping import TypeCheckError
 
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
+from jgpt.shapes.describe import describe_value
 from jgpt.shapes.operands import explain
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
 from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls, with_symbols
+from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
 
 MOST_LEAVES = 4
 """The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
@@ -37,12 +39,13 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 """The fields of a statement that have other statements."""
 
-Kind = Literal["heading", "reached", "not reached", "failed"]
+Kind = Literal["heading", "reached", "not reached", "failed", "not finite"]
 _STYLES: dict[Kind, str] = {
     "heading": "font-weight:bold",
     "reached": "",
     "not reached": "opacity:0.5",
     "failed": "color:#c03030",
+    "not finite": "color:#c03030",
 }
 
 
@@ -54,9 +57,22 @@ class LineValue:
     shapes: tuple[Shape, ...]
     times: int
     """How often a line set it with these shapes."""
+    statistics: tuple[tuple[Statistics | None, ...], ...] = ()
+    """With values, the statistics of each array for each time. None inside a transformation."""
 
     def __str__(self) -> str:
-        text = ", ".join(map(str, self.shapes))
+        texts = []
+        for position, shape in enumerate(self.shapes):
+            text = str(shape)
+            found = []
+            for arrays in self.statistics:
+                statistics = arrays[position]
+                if statistics is not None:
+                    found.append(statistics)
+            if found:
+                text += f" {describe_statistics(found)}"
+            texts.append(text)
+        text = ", ".join(texts)
         if len(self.shapes) > 1:
             text = f"({text})"
         return f"{self.name}: {text}"
@@ -72,6 +88,8 @@ class SourceLine:
     is_reached: bool
     """Whether the statement on the line was executed. It is false for a comment."""
     has_failed: bool = False
+    is_not_finite: bool = False
+    """With values, whether this is the first line that has set an array with NaN or inf."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,8 @@ class AnnotatedSource:
                 kind: Kind = "reached"
                 if line.has_failed:
                     kind = "failed"
+                elif line.is_not_finite:
+                    kind = "not finite"
                 elif not line.is_reached:
                     kind = "not reached"
                 lines.append((_with_margin(line, width, function.calls), kind))
@@ -175,10 +195,12 @@ def _with_margin(line: SourceLine, width: int, calls: int) -> str:
         text = str(value)
         # A call's own number is in the heading.
         if value.times not in (1, calls):
+            if value.statistics:
+                text += ","
             text += f" x {value.times}"
         values.append(text)
     mark = "|"
-    if line.has_failed:
+    if line.has_failed or line.is_not_finite:
         mark = "!"
     return f"{line.text:<{width}} {mark} {'; '.join(values)}"
 
@@ -188,7 +210,7 @@ def _with_margin(line: SourceLine, width: int, calls: int) -> str:
 
 @typed
 def annotated_source(
-    function: Callable[..., Any], *arrays: Any, of: str | None = None
+    function: Callable[..., Any], *arrays: Any, of: str | None = None, values: bool = False
 ) -> AnnotatedSource:
     """Return the source of a call, with the shapes of the arrays that each line sets or returns.
 
@@ -202,7 +224,17 @@ def annotated_source(
     `jax.jit` is traced once for all calls with the same shapes. Arguments and results of `@typed`
     functions have the dimension names of their annotations. Raises RuntimeError while a debugger
     or coverage traces this thread, and ValueError for a function without Python source.
+
+    With `values`, the function is computed, without `jax.jit`, and each array that is set has its
+    mean, its standard deviation, and the number of its values that are not finite. The first line
+    with NaN or inf is marked. A line with -inf alone is not, since a mask sets scores to -inf.
+    `arrays` must then be arrays.
     """
+    if values:
+        source = _source_with_values(function, arrays)
+        if of is None:
+            return source
+        return source.of(of)
     symbols: dict[str, tuple[int, int]] = {}
     first = tuple(_array(array, symbols, 0) for array in arrays)
     second = tuple(_array(array, symbols, 1) for array in arrays)
@@ -235,12 +267,37 @@ def source_of_calls(
         else:
             sizes = _sizes_text(symbols)
             note = f"The lines depend on the sizes; these are the shapes for {sizes}."
+    return _annotated(first, records, note)
+
+
+def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -> AnnotatedSource:
+    for leaf in jax.tree.leaves(arrays):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+            raise ValueError(f"values=True needs arrays with values, not {describe_value(leaf)}")
+    folders = folders_of(function)
+    recording = _record(function, arrays, folders, has_values=True)
+    if recording.error is not None:
+        # JAX has removed its own frames from an error that no trace has.
+        traced = _record(function, arrays, folders)
+        if traced.error is not None:
+            recording = traced
+    note = None
+    if recording.not_finite is not None:
+        place, line, name = recording.not_finite
+        note = f"{name} is the first that is not finite: {_short(place.file)}, line {line}"
+    return _annotated(recording, recording.records, note)
+
+
+def _annotated(
+    recording: "_Recording", records: "list[_Record]", note: str | None
+) -> AnnotatedSource:
+    """Return the source of a call, whose records may have names for open sizes."""
     functions = []
-    for place in first.calls:
-        function = _function_source(place, records, first)
+    for place in recording.calls:
+        function = _function_source(place, records, recording)
         if any(line.values or line.has_failed for line in function.lines):
             functions.append(function)
-    if not functions and first.error is None:
+    if not functions and recording.error is None:
         raise ValueError("no line sets an array: lambdas and code without source have no lines")
     functions.sort(key=_has_failed)  # what has failed is printed last, just above the error
     error = _text_of(records, "error")
@@ -392,6 +449,7 @@ class _Record:
     line: int
     name: str
     shapes: tuple[Shape, ...]
+    statistics: tuple[Statistics | None, ...] = ()
 
     @property
     def what(self) -> tuple[_Place, int, str, tuple[int, ...]]:
@@ -402,8 +460,11 @@ class _Record:
 class _Recording:
     """What happened in the functions of some folders while a call ran."""
 
-    def __init__(self, folders: frozenset[str]) -> None:
+    def __init__(self, folders: frozenset[str], *, has_values: bool = False) -> None:
         self.folders = folders
+        self.has_values = has_values
+        self.not_finite: tuple[_Place, int, str] | None = None
+        """The first line that has set an array with NaN or inf, and the name that it has set."""
         self.records: list[_Record] = []
         self.calls: dict[_Place, int] = {}
         """How often each function was called."""
@@ -483,8 +544,15 @@ class _Recording:
 
     def _add(self, place: _Place, line: int, name: str, annotation: Any, value: Any) -> None:
         shapes = _shapes(annotation, value)
-        if shapes:
-            self.records.append(_Record(place, line, name, shapes))
+        if not shapes:
+            return
+        statistics: tuple[Statistics | None, ...] = ()
+        if self.has_values:
+            statistics = _statistics(value, len(shapes))
+        self.records.append(_Record(place, line, name, shapes, statistics))
+        for found in statistics:
+            if self.not_finite is None and found is not None and found.is_alarming:
+                self.not_finite = (place, line, name)
 
     def fail(self, error: Exception) -> None:
         """Record the last line that is shown among those that an error passed through.
@@ -585,15 +653,20 @@ def _text_of(records: Sequence[_Record], name: str) -> str | None:
 
 
 def _record(
-    function: Callable[..., Any], arguments: tuple[Any, ...], folders: frozenset[str]
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    folders: frozenset[str],
+    *,
+    has_values: bool = False,
 ) -> _Recording:
-    """Call a function abstractly, and record what the functions in `folders` do."""
+    """Call a function, abstractly unless it `has_values`, and record what the functions in
+    `folders` do."""
     if sys.gettrace() is not None:
         raise RuntimeError(
             "a debugger or coverage traces this thread: end it, or call annotated_source elsewhere"
         )
     linecache.checkcache()  # a file may have been changed since it was read
-    recording = _Recording(folders)
+    recording = _Recording(folders, has_values=has_values)
 
     def traced(*arguments: Any) -> None:
         sys.settrace(recording.trace)
@@ -608,10 +681,28 @@ def _record(
 
     with watching(recording.watch):
         try:
-            jax.eval_shape(traced, *arguments)
+            if has_values:
+                # A loop of JAX is then one of Python, whose steps have values.
+                with jax.disable_jit():
+                    traced(*arguments)
+            else:
+                jax.eval_shape(traced, *arguments)
         except Exception as error:
             recording.fail(error)
     return recording
+
+
+def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:
+    """Return the statistics of each array in a value, or of all of them if they have one shape."""
+    if isinstance(value, nnx.Variable):
+        value = value[...]
+    arrays = []
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            arrays.append(leaf)
+    if len(arrays) == count:
+        return tuple(statistics_of([array]) for array in arrays)
+    return (statistics_of(arrays),) * count
 
 
 def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
@@ -779,12 +870,12 @@ def _function_source(
 ) -> FunctionSource:
     statements = recording.statements[place]
     assert statements is not None
-    counts: dict[int, dict[tuple[str, tuple[Shape, ...]], int]] = {}
+    counts: dict[int, dict[tuple[str, tuple[Shape, ...]], list[_Record]]] = {}
     for record in records:
         if record.place == place:
             values = counts.setdefault(record.line, {})
             key = (record.name, record.shapes)
-            values[key] = values.get(key, 0) + 1
+            values.setdefault(key, []).append(record)
     lines = []
     for number in range(statements.first, statements.last + 1):
         start = statements.start_of(number)
@@ -792,9 +883,16 @@ def _function_source(
         has_failed = recording.failed == (place, number)
         text = linecache.getline(place.file, number).rstrip("\n")
         found = []
-        for (name, shapes), times in counts.get(number, {}).items():
-            found.append(LineValue(name, shapes, times))
-        lines.append(SourceLine(number, text, tuple(found), is_reached, has_failed))
+        for (name, shapes), alike in counts.get(number, {}).items():
+            statistics = tuple(record.statistics for record in alike if record.statistics)
+            found.append(LineValue(name, shapes, len(alike), statistics))
+        is_not_finite = False
+        if recording.not_finite is not None:
+            is_not_finite = recording.not_finite[:2] == (place, number)
+        line = SourceLine(
+            number, text, tuple(found), is_reached, has_failed, is_not_finite=is_not_finite
+        )
+        lines.append(line)
         if has_failed:
             break
     return FunctionSource(_short(place.file), place.name, recording.calls[place], tuple(lines))

@@ -10,7 +10,7 @@ from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import ModelConfig
-from jgpt.presets import DEFAULT_PRESET
+from jgpt.presets import DEFAULT_PRESET, PRESETS
 
 
 def shapes(
@@ -38,6 +38,7 @@ def shapes(
     train: bool = False,
     source: bool = False,
     of: Annotated[str | None, OptionSpec("TEXT")] = None,
+    prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
     json: bool = False,
 ) -> Lines:
     """Show the forward pass as a tree of calls, with the shape of each result.
@@ -50,6 +51,8 @@ def shapes(
         train: Trace a train step.
         source: Show the source instead, with the shapes of what each line computes.
         of: With --source, only functions with this text in their name or their file's.
+        prompt: With --source, compute a run's model for this text, and show the mean, the
+            standard deviation and what is not finite.
         json: Print one JSON object.
     """
     for name, value in (("batch", batch), ("time", time), ("depth", depth)):
@@ -63,6 +66,16 @@ def shapes(
         raise OptionError(
             f"--depth {depth} is for the tree, and --source shows lines: give one of them"
         )
+    if prompt is not None:
+        if not source:
+            raise OptionError("--prompt shows values beside the lines of --source: give both")
+        sizes = {"--batch": batch, "--time": time, "--decode": decode, "--train": train}
+        for flag, value in sizes.items():
+            if value:
+                raise OptionError(f"--prompt shows the values of one text: leave out {flag}")
+        if functions.is_code(what) or what in PRESETS:
+            raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
+        return functions.show_values(what, prompt, model, of=of, json=json)
     if functions.is_code(what):
         if model is not None:
             raise OptionError(f"give {what} or --model {model}, not both")
