@@ -1,4 +1,4 @@
-"""Compile train steps for hardware that this machine lacks: the table in docs/scale.md.
+"""Compile train steps for hardware that this machine lacks: the table in details.md.
 
     JAX_PLATFORMS=cpu python benchmarks/ahead.py
     JAX_PLATFORMS=cpu python benchmarks/ahead.py --budget

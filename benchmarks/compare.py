@@ -429,7 +429,7 @@ def int8(options: Rounds, runs: tuple[Path, ...]) -> None:
 def fuzz(
     options: Rounds, formats: tuple[str, ...] = tuple(fuzzing.TARGETS), inputs: int = 10_000
 ) -> None:
-    """Mutated files of each format: how many are loaded, and how many refused; see `fuzz.py`."""
+    """Mutated files of each format: how many are loaded and how many rejected; see `fuzz.py`."""
     variants = [fuzzing.variant(format, inputs) for format in formats]
     compare("fuzz", variants, replace(options, rounds=1))
 

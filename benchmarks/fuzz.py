@@ -46,7 +46,7 @@ class Target(NamedTuple):
     load: Callable[[], Any]
     repair: Callable[[Path], None] = lambda path: None
     detects_all: bool = False
-    """Whether every changed file must be refused."""
+    """Whether every changed file must be rejected."""
     opens_anything: bool = False
     """Whether loading may open any file, as with options that name files."""
     faults: tuple[Fault, ...] = ()
@@ -59,10 +59,10 @@ def variant(format: str, inputs: int) -> Variant:
 
 
 def fuzz(format: str, inputs: int, seed: str) -> Figures:
-    """How many mutations are loaded and refused. The process fails if something else came out."""
+    """How many mutations are loaded and rejected. The process fails if something else came out."""
     logging.disable(logging.ERROR)
     chance = random.Random(f"{format} {seed}")
-    count = {"inputs": inputs, "loaded": 0, "refused": 0}
+    count = {"inputs": inputs, "loaded": 0, "rejected": 0}
     escapes: list[str] = []
     grown = 0.0
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as outside:
@@ -92,7 +92,7 @@ def fuzz(format: str, inputs: int, seed: str) -> Figures:
                 count["loaded"] += 1
                 assert not (target.detects_all and is_changed), "a change is loaded"
             except (ValueError, OSError):
-                count["refused"] += 1
+                count["rejected"] += 1
             except BaseException as error:
                 escapes.append(f"{name}: {type(error).__name__}: {error}"[:300])
             hook.on = False
@@ -369,7 +369,7 @@ def config_option(root: Path) -> Target:
 
 
 def run_command(words: list[Any]) -> None:
-    """Run a command up to where it would train. Raises ValueError if it was refused properly."""
+    """Run a command up to where it would train. Raises ValueError if it was rejected properly."""
     from jgpt.cli import main as jgpt
     from jgpt.fitting import fit as fit_module
 
@@ -386,9 +386,9 @@ def run_command(words: list[Any]) -> None:
         except SystemExit as stop:
             code = stop.code
     lines = complained.getvalue().splitlines()
-    refused = code == 2 and len(lines) == 1 and lines[0].startswith("jgpt: ")
-    assert refused or (code == 0 and not lines), (code, lines, words)
-    if refused and lines != ["jgpt: valid"]:
+    rejected = code == 2 and len(lines) == 1 and lines[0].startswith("jgpt: ")
+    assert rejected or (code == 0 and not lines), (code, lines, words)
+    if rejected and lines != ["jgpt: valid"]:
         raise ValueError(lines[0])
 
 

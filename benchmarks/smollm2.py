@@ -76,7 +76,7 @@ def write_directory(file: Path, directory: Path) -> None:
     quantised = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, dtype=torch.float32, **source
     )
-    # transformers refuses to save a model that was read from GGUF
+    # transformers does not save a model that was read from GGUF
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(directory)

@@ -14,8 +14,11 @@ from typing import Any
 from breakdown import KINDS
 from runner import PROCESSOR, RESULTS, ROOT, Measured, median, spread
 
+from jgpt.presets import DEFAULT_PRESET, PRESETS
+from jgpt.words import format_bytes
+
 PAGES = [
-    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "scale")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "presets")),
     *(
         ROOT / "benchmarks" / f"{page}.md"
         for page in ("ablation", "details", "processors", "proofs")
@@ -24,19 +27,19 @@ PAGES = [
 ]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = "what", "theirs", "jgpt", "ratio", "target"
-README_ROWS = (
+README_ROWS = {
     # like for like: the same model in the same setting
-    "train step, nanoGPT's CPU setting, float32",
-    "whole command, nanoGPT's CPU setting in both",
+    "train step, nanoGPT's CPU setting, float32": "step_time",
+    "whole command, nanoGPT's CPU setting in both": "time_to_loss",
     # our preset in the time, or to the loss, of theirs
-    "whole command to nanoGPT's loss",
-    "loss when nanoGPT's command ends",
+    "whole command to nanoGPT's loss": "time_to_loss",
+    "loss when nanoGPT's command ends": "time_to_loss",
     # ahead and behind
-    "tokens/s sampled in float32, 10.7M, batch 16, beside CTranslate2",
-    "tokens/s sampled in float32, 10.7M, batch 1, beside CTranslate2",
-    "peak memory of training, nanoGPT's CPU setting",
-)
-"""How the rows of the README begin, in its order."""
+    "tokens/s sampled in float32, 10.7M, batch 16, beside CTranslate2": "sampling",
+    "tokens/s sampled in float32, 10.7M, batch 1, beside CTranslate2": "sampling",
+    "peak memory of training, nanoGPT's CPU setting": "memory",
+}
+"""How the rows of the README begin, in its order, and the record of each."""
 NUMBERS = "no", "one", "two", "three", "four", "five"
 PROMPT = "a prompt of 1,000 tokens"
 FIGURES = {"batch 1": "batch 1", "batch 16": "batch 16", "prompt_seconds": PROMPT}
@@ -61,6 +64,22 @@ OPTIONAL_ENGINES = ("OpenVINO float32", "OpenVINO int8", "llama.cpp F16", "llama
 AXES = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
 """What `scaling` calls them."""
 TEST_LOSS = "test_loss_in_windows_of_"
+LOSSES = ROOT / "docs" / "runs.md"
+"""The page whose table has the lowest and the highest loss of each preset, and their commit."""
+LOSS = re.compile(r"^\| `([a-z-]+)`[^|]*\| (\d\.\d+) \| (\d\.\d+)", re.MULTILINE)
+"""A row of that table: the preset, the lowest and the highest loss."""
+TIMED = {"nanogpt-cpu": "jgpt nanogpt-cpu", "modern": "the default preset"}
+"""The presets whose whole command is a variant of `time_to_loss`, and what it is called there."""
+ON_A_CPU = (
+    "bigram",
+    "tiny",
+    "lecture",
+    "nanogpt-cpu",
+    "modern",
+    "modern-cpu",
+    "shakespeare-best",
+)
+"""The presets of the first table, in its order."""
 Row = Sequence[str]
 Table = Sequence[Row]
 
@@ -349,11 +368,12 @@ def readme() -> Table:
     elsewhere = [ratios(where) for where in PLACES if where]
     table: list[Row] = [[*HEADER[:-1], "ratio on a slower and on a faster processor"]]
     found = rows()
-    for beginning in README_ROWS:
+    for beginning, source in README_ROWS.items():
         for row in found:
             if row[0].startswith(beginning):
                 others = [ratio_of.get(without_seeds(row[0]), "") for ratio_of in elsewhere]
-                table.append([*row[:-1], ", ".join(filter(None, others))])
+                what = f"[{row[0]}](benchmarks/results/{source}.json)"
+                table.append([what, *row[1:-1], ", ".join(filter(None, others))])
     return table
 
 
@@ -499,10 +519,53 @@ def large_text_table() -> Table:
 
 
 def proofs_table() -> Table:
-    verdicts = ("proven", "refused", "open")
+    verdicts = ("proven", "rejected", "open")
     table = [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)]]
-    for name, found in record("proofs").items():
+    for name, found in record("proofs").get("programs", {}).items():
         table.append([name, f"`{found['arrays']}`", *(str(found[verdict]) for verdict in verdicts)])
+    return table
+
+
+def recorded_losses() -> dict[str, str]:
+    """The range of each preset's loss over five seeds."""
+    return {name: f"{low} to {high}" for name, low, high in LOSS.findall(LOSSES.read_text())}
+
+
+def presets_table() -> Table:
+    """The presets that train on a CPU."""
+    losses = recorded_losses()
+    seconds = figure_of(measured("time_to_loss"), "seconds")
+    table = [["preset", "parameters", "steps", "loss", "time", "training memory", "what it is"]]
+    sizes = record("presets").get("presets", {})
+    for name in ON_A_CPU:
+        if name not in sizes:
+            continue
+        time = "not measured"
+        if name in TIMED:
+            taken = seconds[TIMED[name]]
+            time = f"{min(taken):.0f} to {max(taken):.0f} s"
+        shown = f"`{name}`"
+        if name == DEFAULT_PRESET:
+            shown += ", the default"
+        memory = format_bytes(sizes[name]["training_bytes"])
+        cells = [shown, f"{sizes[name]['parameters']:,}", f"{sizes[name]['steps']:,}"]
+        cells += [losses.get(name, "see below"), time, memory, PRESETS[name][0]]
+        table.append(cells)
+    return table
+
+
+def large_presets_table() -> Table:
+    """The presets for accelerators."""
+    table = [["preset", "parameters", "steps of", "training memory", "what it is"]]
+    for name, sizes in record("presets").get("presets", {}).items():
+        if name in ON_A_CPU:
+            continue
+        memory = "not computed"
+        if "training_bytes" in sizes:
+            memory = format_bytes(sizes["training_bytes"])
+        steps = f"{sizes['steps']:,} x {sizes['tokens_per_step']:,} tokens"
+        cells = [f"`{name}`", f"{sizes['parameters']:,}", steps, memory, PRESETS[name][0]]
+        table.append(cells)
     return table
 
 
@@ -534,6 +597,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "processors": processors_table,
     "proofs": proofs_table,
     "ahead": ahead_table,
+    "presets": presets_table,
+    "large_presets": large_presets_table,
 }
 
 

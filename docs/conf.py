@@ -247,7 +247,7 @@ FETCHED = re.compile(
 
 
 def check_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Copy the README to the index, and refuse pages that load from another host."""
+    """Copy the README to the index, and reject pages that load from another host."""
     if exception is not None:
         return
     # Sphinx copies the pictures of Markdown, and not those of an HTML <picture>.

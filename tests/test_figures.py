@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import resource
 import statistics
 import sys
@@ -28,6 +29,31 @@ def test_tables_are_the_results():
     assert pages == [tables.written(page) for page in pages]
     found = {name for page in pages for _, name, _ in tables.BLOCK.findall(page)}
     assert found == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_names_its_command_and_its_commit(path):
+    found = json.loads(path.read_text())
+    assert found["command"].startswith("python ")
+    assert COMMIT.fullmatch(found["commit"])
+
+
+COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty| or earlier)?")
+"""With changes, or where the record does not say it, that of the commit that added the record."""
+
+
+def test_what_the_runner_writes_names_its_command_and_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "some.py"), "--kills", "100"])
+    commit = "0a1b2c3"
+
+    def printed_by(*command: str) -> str:
+        return commit if command[0] == "git" else "cpu"
+
+    monkeypatch.setattr(runner, "printed_by", printed_by)
+    path = runner.write("some", {"kills": 100}, folder=tmp_path)
+    found = json.loads(path.read_text())
+    assert found["command"] == "python benchmarks/some.py --kills 100"
+    assert found["commit"] == commit
 
 
 def test_a_figure_that_was_changed_by_hand_is_noticed():
@@ -97,8 +123,10 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
         [f"{steps}, bfloat16", "0.50", "0.47"],
         [f"tokens/s sampled in float32, {batch}", "1.05", "1.05"],
     ]
-    assert step[:1] + step[3:] == [f"{steps}, float32", "0.80", "0.75"]
-    assert sampled[0] == f"tokens/s sampled in float32, {batch}"
+    record_of_steps = "benchmarks/results/step_time.json"
+    assert step[:1] + step[3:] == [f"[{steps}, float32]({record_of_steps})", "0.80", "0.75"]
+    what = f"tokens/s sampled in float32, {batch}"
+    assert sampled[0] == f"[{what}](benchmarks/results/sampling.json)"
 
 
 def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ def forward(config: ModelConfig, tokens: Array) -> Array:
 
 
 def sized_gpt(tokens: Array, sizes: Array) -> Array:
-    """A GPT whose sizes are those of an array, which a config would refuse if they are symbolic."""
+    """A GPT whose sizes are those of an array, which a config would reject if they are symbolic."""
     vocab_size, embed_dim, block_size = sizes.shape
     its = {"vocab_size": vocab_size, "embed_dim": embed_dim, "block_size": block_size}
     with mock.patch.object(ModelConfig, "__post_init__"):
@@ -175,11 +177,11 @@ RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
 
 def counts(proof: Proof) -> dict[str, int]:
     verdicts = [case.verdict for case in proof.cases]
-    return {verdict: verdicts.count(verdict) for verdict in ("proven", "refused", "open")}
+    return {verdict: verdicts.count(verdict) for verdict in ("proven", "rejected", "open")}
 
 
 def recorded(name: str) -> dict[str, int]:
-    found = json.loads(RECORD.read_text())[name]
+    found = json.loads(RECORD.read_text())["programs"][name]
     del found["arrays"]
     return found
 
@@ -221,10 +223,10 @@ def test_two_layers_of_a_preset_are_proven_for_any_batch_and_length(name):
     proof = prove(functools.partial(forward, config), "int32[b t]")
     assert proof, str(proof)
     assert counts(proof) == recorded(f"{name}, any batch and length")
-    refused = [case for case in proof.cases if case.verdict == "refused"]
+    rejected = [case for case in proof.cases if case.verdict == "rejected"]
     if config.architecture == "gpt":  # a bigram has no longest context
-        assert [case.where[0] for case in refused] == [f"t >= {config.block_size + 1}"]
-        assert "more than block_size=" in refused[0].detail
+        assert [case.where[0] for case in rejected] == [f"t >= {config.block_size + 1}"]
+        assert "more than block_size=" in rejected[0].detail
 
 
 @pytest.mark.slow
@@ -232,7 +234,7 @@ def test_micro_batches_are_proven_for_any_batch_that_they_divide():
     steps = functools.partial(trained, dataclasses.replace(preset("tiny"), micro_batches=2))
     assert prove(steps, "int32[n 2*b 17]")
     verdicts = {case.verdict for case in prove(steps, "int32[n b 17]").cases}
-    assert verdicts == {"proven", "violated", "refused"}
+    assert verdicts == {"proven", "violated", "rejected"}
 
 
 def test_evaluation_is_proven_for_any_batches():
@@ -254,7 +256,7 @@ def test_a_mesh_is_proven_for_batches_that_it_divides_and_others(mesh, array, ca
     with use_mesh(mesh):
         proof = prove(functools.partial(forward, CONFIG), array)
     assert proof, str(proof)
-    assert counts(proof) == {"proven": cases, "refused": 1, "open": 0}
+    assert counts(proof) == {"proven": cases, "rejected": 1, "open": 0}
 
 
 @pytest.mark.slow
@@ -262,7 +264,7 @@ def test_train_steps_on_a_mesh_are_proven():
     with use_mesh("data=4,fsdp=2"):
         steps = functools.partial(trained, preset("tiny"))
         proof = prove(steps, "int32[n 8*b t+1]", where=["t <= 16"])
-    assert counts(proof) == {"proven": 3, "refused": 0, "open": 0}
+    assert counts(proof) == {"proven": 3, "rejected": 0, "open": 0}
 
 
 # --- what a proof must find ----------------------------------------------------------------------
@@ -517,7 +519,7 @@ def test_other_verdicts():
         ("int8[b]", "q >= 3", "names q, a size that no array has"),
     ],
 )
-def test_what_can_t_be_read_is_refused(array, where, message):
+def test_what_can_t_be_read_is_rejected(array, where, message):
     with pytest.raises(ValueError, match=message):
         prove(jnp.abs, array, where=where or ())
 
@@ -637,8 +639,10 @@ def test_sizes_in_braces_and_integers_may_be_open():
 
 
 if __name__ == "__main__":  # python -m tests.test_proofs writes the record
-    record = {
-        name: {"arrays": ", ".join(proving.args[1:]), **counts(proving())}
-        for name, proving in PROVEN.items()
-    }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    sys.path.insert(0, str(RECORD.parents[1]))
+    runner = importlib.import_module("runner")
+    machine = runner.provenance() | {"command": "python -m tests.test_proofs"}
+    programs = {}
+    for name, proving in PROVEN.items():
+        programs[name] = {"arrays": ", ".join(proving.args[1:]), **counts(proving())}
+    print(runner.write("proofs", {"programs": programs}, machine))

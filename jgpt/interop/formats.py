@@ -283,16 +283,16 @@ def hf_config(
         raise ValueError("a custom model can't be exported: no format describes it")
     kind = model_type or _natural_type(config)
     format = HF_FORMATS[kind]
-    refused = _unsupported(config, format, zero_biases)
-    if refused is not None:
+    problem = _unsupported(config, format, zero_biases)
+    if problem is not None:
         # With zero biases, the format would fit.
-        if model_type is None and Field("zero_biases", True) not in refused.parts:
+        if model_type is None and Field("zero_biases", True) not in problem.parts:
             presets = ", ".join(_exportable_presets())
-            refused = Message(
-                refused,
+            problem = Message(
+                problem,
                 f", and no other format fits. The presets that can be exported: {presets}",
             )
-        raise ValueError(refused)
+        raise ValueError(problem)
     written = {"model_type": kind, "architectures": [format.architecture]}
     values = _explicit_values(config)
     for theirs, ours in format.fields:
@@ -373,13 +373,13 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Mess
         only = getattr(only_model, name)
         if value == only or (name in defaults and value == defaults[name]):
             continue
-        refused = Message(f"{format.name}'s format doesn't support ", Field(name, value))
+        problem = Message(f"{format.name}'s format doesn't support ", Field(name, value))
         is_missing_bias = only is True and name.endswith("_bias")
         if not is_missing_bias:
-            return Message(refused, ", only ", Field(name, only))
+            return Message(problem, ", only ", Field(name, only))
         if not zero_biases:
             return Message(
-                refused,
+                problem,
                 ": ",
                 Field("zero_biases", True),
                 " writes zeros for the missing biases",

@@ -280,16 +280,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         size = self.headers.get("Content-Length", "")
         if self.headers.get("Content-Type") != "application/json" or not size.isdecimal():
-            self._refuse(415, "send JSON, with its length")
+            self._reject(415, "send JSON, with its length")
             return
         # The number of digits is checked first, since int() raises for thousands of them.
         if len(size) > 9 or int(size) > MOST_BYTES:
-            self._refuse(413, f"a request has at most {MOST_BYTES} bytes")
+            self._reject(413, f"a request has at most {MOST_BYTES} bytes")
             return
         try:
             request = json.loads(self.rfile.read(int(size)))
         except (ValueError, RecursionError):  # RecursionError is for deeply nested lists
-            self._refuse(400, "that is not JSON")
+            self._reject(400, "that is not JSON")
             return
         try:
             if not isinstance(request, Mapping):
@@ -308,24 +308,24 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin")
         # A stranger's host name that resolves to this machine (DNS rebinding).
         if not hosts <= own_hosts:
-            self._refuse(403, "this server answers to its own address alone")
+            self._reject(403, "this server answers to its own address alone")
             return False
         # Another page that is open in the same browser.
         if origin is not None and origin.removeprefix("http://") not in own_hosts:
-            self._refuse(403, "this server answers its own page alone")
+            self._reject(403, "this server answers its own page alone")
             return False
         # Another program or user of this machine. The comparison takes constant time, since the
         # path has a secret.
         if not secrets.compare_digest(self.path.encode(), path.encode()):
-            self._refuse(404, "there is nothing here: open the address that was printed")
+            self._reject(404, "there is nothing here: open the address that was printed")
             return False
         return True
 
     def send_error(self, code: int, message: str | None = None, explain: Any = None) -> None:
         """Reject an invalid request in one line, where the library would send a page."""
-        self._refuse(code, message or "that is no request for this page")
+        self._reject(code, message or "that is no request for this page")
 
-    def _refuse(self, status: int, reason: str) -> None:
+    def _reject(self, status: int, reason: str) -> None:
         self._send(status, f"{reason}\n", "text/plain; charset=utf-8")
 
     def _send(self, status: int, body: str, kind: str = "application/json") -> None:

@@ -89,20 +89,20 @@ class Case:
     """Constraints on the sizes, and the verdict under them."""
 
     where: tuple[str, ...]
-    verdict: Literal["proven", "refused", "violated", "open"]
+    verdict: Literal["proven", "rejected", "violated", "open"]
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The cases of a proof. It is true if each case is proven or refused, and at least one is
+    """The cases of a proof. It is true if each case is proven or rejected, and at least one is
     proven."""
 
     cases: tuple[Case, ...]
 
     def __bool__(self) -> bool:
         verdicts = {case.verdict for case in self.cases}
-        return "proven" in verdicts and verdicts <= {"proven", "refused"}
+        return "proven" in verdicts and verdicts <= {"proven", "rejected"}
 
     def __str__(self) -> str:
         lines = []
@@ -120,7 +120,7 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
 
     An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
     is at least 1. At a branch on an undetermined size, as in `if t > 8`, both sides
-    are traced. The verdict of a case is `proven`; `refused` if the function raises ValueError;
+    are traced. The verdict of a case is `proven`; `rejected` if the function raises ValueError;
     `violated` if an annotation does not hold, or cannot be shown to hold; or `open` if the function
     cannot be traced with symbolic sizes. A proof covers shapes, not values.
     Raises ValueError for an array or a constraint that can't be read, or that no size meets.
@@ -190,7 +190,7 @@ def _try_case(
             return []
         # The program's own error is a verdict; an error of a library may be a limit of tracing.
         last = traceback.extract_tb(error.__traceback__)[-1].filename
-        verdict = "open" if last.startswith(LIBRARIES) else "refused"
+        verdict = "open" if last.startswith(LIBRARIES) else "rejected"
         return Case(constraints, verdict, _describe_error(error))
     except Exception as error:
         return Case(constraints, "open", _describe_error(error))

@@ -254,7 +254,7 @@ def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
 def test_mutated_files_raise_documented_errors_alone(name, tmp_path):
     inputs = 60 if "checkpoint" in name or name == "config.json" else 200
     figures = runner.measure(fuzz.variant(name, inputs), 1, tmp_path)
-    assert figures["refused"] + figures["loaded"] == inputs
+    assert figures["rejected"] + figures["loaded"] == inputs
 
 
 def test_a_run_whose_folder_is_replaced_stops_and_writes_nothing_into_the_new_one(poem, tmp_path):

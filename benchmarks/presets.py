@@ -1,0 +1,54 @@
+"""Write the record of the presets' sizes, from which `tables.py` makes the tables of docs/presets.md.
+
+    JAX_PLATFORMS=cpu python benchmarks/presets.py
+
+The figures are those of `jgpt info PRESET`. Presets that no CPU trains have no memory.
+"""
+
+from typing import Any
+
+import runner
+
+from jgpt import hardware
+from jgpt.nn import precision
+from jgpt.nn.costs import parts_of
+from jgpt.presets import PRESETS
+from jgpt.training.memory import training_memory, with_micro_batches
+
+ON_A_CPU = (
+    "bigram",
+    "tiny",
+    "lecture",
+    "nanogpt-cpu",
+    "modern",
+    "modern-cpu",
+    "shakespeare-best",
+    "nanogpt-char",
+)
+"""The presets whose train step is compiled, for its memory."""
+
+
+def sizes(name: str) -> dict[str, Any]:
+    """Return the parameters, the steps, the tokens of a step and the memory of a preset."""
+    _, config = PRESETS[name]
+    found: dict[str, Any] = {
+        "parameters": sum(part.parameters for part in parts_of(config.model)),
+        "steps": config.steps,
+        "tokens_per_step": config.batch_size * config.model.block_size,
+    }
+    if name in ON_A_CPU:
+        # as `jgpt info`: what is `auto` is decided first, or the memory is another program's
+        machine = hardware.this_machine()
+        decided = precision.run_for_platform(config, machine.platform)
+        memory = training_memory(with_micro_batches(decided, machine))
+        if memory is not None:
+            found["training_bytes"] = memory.state + memory.working
+    return found
+
+
+def main() -> None:
+    print(runner.write("presets", {"presets": {name: sizes(name) for name in PRESETS}}))
+
+
+if __name__ == "__main__":
+    main()
