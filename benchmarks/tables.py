@@ -27,17 +27,29 @@ PAGES = [
 ]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADER = "what", "theirs", "jgpt", "ratio", "target"
+SAME_SETTING = (
+    "train step, nanoGPT's CPU setting, float32",
+    "whole command, nanoGPT's CPU setting in both",
+    "peak memory of training, nanoGPT's CPU setting",
+)
+"""How the rows begin that compare like for like: the same model in the same setting."""
+OTHER_SETTING = (
+    "train step, nanoGPT's CPU setting, bfloat16",
+    "whole command to nanoGPT's loss",
+    "loss when nanoGPT's command ends",
+    "whole command, the default preset to its end",
+)
+"""How the rows begin in which jgpt has another dtype or another model."""
+SAMPLED = ("tokens/s sampled in float32",)
 README_ROWS = {
-    # like for like: the same model in the same setting
     "train step, nanoGPT's CPU setting, float32": "step_time",
     "whole command, nanoGPT's CPU setting in both": "time_to_loss",
+    "peak memory of training, nanoGPT's CPU setting": "memory",
     # our preset in the time, or to the loss, of theirs
     "whole command to nanoGPT's loss": "time_to_loss",
     "loss when nanoGPT's command ends": "time_to_loss",
-    # ahead and behind
     "tokens/s sampled in float32, 10.7M, batch 16, beside CTranslate2": "sampling",
     "tokens/s sampled in float32, 10.7M, batch 1, beside CTranslate2": "sampling",
-    "peak memory of training, nanoGPT's CPU setting": "memory",
 }
 """How the rows of the README begin, in its order, and the record of each."""
 NUMBERS = "no", "one", "two", "three", "four", "five"
@@ -343,20 +355,49 @@ def without_seeds(what: str) -> str:
     return re.sub(r", \w+ seeds?$", "", what)
 
 
-def places_table() -> Table:
-    """The ratios on each processor, by the speed of its products."""
-    columns: dict[str, dict[str, str]] = {}
-    for where in PLACES:
-        speed = record(f"step_time{where}").get("figures", {}).get(PROCESSOR)
-        if speed:
-            columns[f"{statistics.median(speed['gflops']):.0f} GFLOP/s"] = ratios(where)
-    # a dict keeps the order in which the rows come, and each of them once
-    names: dict[str, None] = {}
-    for ratio_of in columns.values():
-        names |= dict.fromkeys(ratio_of)
-    table = [["ratio by processor speed", *columns]]
-    for what in names:
-        table.append([what, *(ratio_of.get(what, "") for ratio_of in columns.values())])
+def processor_speed(where: str) -> str:
+    """How fast the processor multiplied matrices when a step was timed there."""
+    speeds = record(f"step_time{where}").get("figures", {}).get(PROCESSOR)
+    if not speeds:
+        return "not measured"
+    return f"{statistics.median(speeds['gflops']):.0f} GFLOP/s"
+
+
+def compared(beginnings: Sequence[str]) -> Table:
+    """The rows that begin so, with their ratio on each of the three processors."""
+    slower, _, faster = PLACES
+    header = ["what", "theirs", "jgpt", f"ratio, {processor_speed('')}"]
+    header += [f"slower, {processor_speed(slower)}", f"faster, {processor_speed(faster)}"]
+    table = [header]
+    slower_ratios = ratios(slower)
+    faster_ratios = ratios(faster)
+    for beginning in beginnings:
+        for what, theirs, ours, ratio, _ in rows():
+            if what.startswith(beginning):
+                name = without_seeds(what)
+                elsewhere = [slower_ratios.get(name, ""), faster_ratios.get(name, "")]
+                table.append([what, theirs, ours, ratio, *elsewhere])
+    return table
+
+
+def same_setting() -> Table:
+    return compared(SAME_SETTING)
+
+
+def other_setting() -> Table:
+    return compared(OTHER_SETTING)
+
+
+def sampled() -> Table:
+    return compared(SAMPLED)
+
+
+def costs() -> Table:
+    """What jgpt takes where there is nothing to compare it with."""
+    table = [["what", "jgpt"]]
+    for what, theirs, ours, ratio, _ in own_rows():
+        if not theirs:
+            table.append([what, ours or f"{ratio} times"])
     return table
 
 
@@ -556,15 +597,12 @@ def presets_table() -> Table:
 
 def large_presets_table() -> Table:
     """The presets for accelerators."""
-    table = [["preset", "parameters", "steps of", "training memory", "what it is"]]
+    table = [["preset", "parameters", "steps of", "what it is"]]
     for name, sizes in record("presets").get("presets", {}).items():
         if name in ON_A_CPU:
             continue
-        memory = "not computed"
-        if "training_bytes" in sizes:
-            memory = format_bytes(sizes["training_bytes"])
         steps = f"{sizes['steps']:,} x {sizes['tokens_per_step']:,} tokens"
-        cells = [f"`{name}`", f"{sizes['parameters']:,}", steps, memory, PRESETS[name][0]]
+        cells = [f"`{name}`", f"{sizes['parameters']:,}", steps, PRESETS[name][0]]
         table.append(cells)
     return table
 
@@ -585,6 +623,10 @@ def processors_table() -> Table:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "summary": summary,
+    "same_setting": same_setting,
+    "other_setting": other_setting,
+    "sampled": sampled,
+    "costs": costs,
     "readme": readme,
     "decoding": decoding_table,
     "best": best_table,
@@ -593,7 +635,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "breakdown": breakdown_table,
     "prepare": prepare_table,
     "large_text": large_text_table,
-    "places": places_table,
     "processors": processors_table,
     "proofs": proofs_table,
     "ahead": ahead_table,

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from jgpt.nn.costs import parts_of
+from jgpt.presets import PRESETS
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 runner = importlib.import_module("runner")
@@ -112,16 +115,16 @@ def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
         (tmp_path / f"{name}.json").write_text(json.dumps({"figures": figures}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
-    places = tables.places_table()
+    header, *places = tables.compared(["train step", "tokens/s"])
     _, step, sampled = tables.readme()
 
     steps = "train step, nanoGPT's CPU setting"
     batch = "10.7M, batch 1, beside CTranslate2"
-    assert places == [
-        ["ratio by processor speed", "150 GFLOP/s", "250 GFLOP/s"],
-        [f"{steps}, float32", "0.80", "0.75"],
-        [f"{steps}, bfloat16", "0.50", "0.47"],
-        [f"tokens/s sampled in float32, {batch}", "1.05", "1.05"],
+    assert header[3:] == ["ratio, 150 GFLOP/s", "slower, not measured", "faster, 250 GFLOP/s"]
+    assert [[row[0], *row[3:]] for row in places] == [
+        [f"{steps}, float32", "0.80", "", "0.75"],
+        [f"{steps}, bfloat16", "0.50", "", "0.47"],
+        [f"tokens/s sampled in float32, {batch}", "1.05", "", "1.05"],
     ]
     record_of_steps = "benchmarks/results/step_time.json"
     assert step[:1] + step[3:] == [f"[{steps}, float32]({record_of_steps})", "0.80", "0.75"]
@@ -291,25 +294,103 @@ def scanning(layers: int) -> Callable[[dict[str, Any]], str]:
     return row
 
 
+FIRST_TRACE = "new process | {ratio[first trace]:.2f} times |"
+EAGER_PASS = "forward pass | {ratio[eager forward]:.2f} times |"
+
+
+def slower_than_llama_cpp(found: dict[str, Any]) -> str:
+    ratios = []
+    for model in ("10.7M", "124M"):
+        ours = statistics.median(found["figures"][f"{model} jgpt float32"]["batch 1"])
+        theirs = statistics.median(found["figures"][f"{model} llama.cpp F16"]["batch 1"])
+        ratios.append(round(theirs / ours))
+    assert ratios == [4, 2]
+    return "llama.cpp is [two to four times as fast]"
+
+
+def first_run(found: dict[str, Any]) -> str:
+    peak = statistics.median(found["figures"]["jgpt, first run"]["peak_mib"])
+    return f"{peak:.0f} MiB"
+
+
+def whole_commands(found: dict[str, Any]) -> str:
+    ours = statistics.median(found["figures"]["jgpt nanogpt-cpu"]["peak_mib"])
+    theirs = statistics.median(found["figures"]["nanoGPT"]["peak_mib"])
+    return f"takes {ours:.0f} MiB, and nanoGPT's takes {theirs:.0f} MiB"
+
+
+def seconds_of_modern(found: dict[str, Any]) -> str:
+    seconds = found["figures"]["the default preset"]["seconds"]
+    return f"{min(seconds):.0f} to {max(seconds):.0f} s"
+
+
+def memory_of_char(found: dict[str, Any]) -> str:
+    return (
+        f"{found['presets']['nanogpt-char']['training_bytes'] / 2**30:.1f} GiB of training memory"
+    )
+
+
 SENTENCES: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
-    ("benchmarks", "shakespeare_best_tuned", shakespeare_best),
-    ("benchmarks", "int8", int8),
-    ("runs", "kill_resume", KILLS.format_map),
-    ("scale", "kill_resume_changing_mesh", KILLS_ON_CHANGING_MESHES.format_map),
-    ("scale", "scan_layers", scanning(36)),
-    ("scale", "scan_layers", scanning(4)),
-    ("shapes", "contract_overhead", "new process | {ratio[first trace]:.2f} times |".format_map),
-    ("shapes", "contract_overhead", "forward pass | {ratio[eager forward]:.2f} times |".format_map),
-    ("weights", "smollm2", "Both losses are {loss[jgpt]:.6f},".format_map),
-    ("weights", "smollm2", "Both losses are {loss[transformers]:.6f},".format_map),
+    ("README.md", "memory", first_run),
+    ("README.md", "sampling", slower_than_llama_cpp),
+    ("docs/benchmarks.md", "shakespeare_best_tuned", shakespeare_best),
+    ("docs/benchmarks.md", "int8", int8),
+    ("docs/benchmarks.md", "memory", first_run),
+    ("docs/benchmarks.md", "time_to_loss", whole_commands),
+    ("docs/presets.md", "presets", memory_of_char),
+    ("docs/presets.md", "time_to_loss_slowest_epyc", seconds_of_modern),
+    ("docs/presets.md", "time_to_loss_faster_epyc", seconds_of_modern),
+    ("docs/runs.md", "kill_resume", KILLS.format_map),
+    ("docs/scale.md", "kill_resume_changing_mesh", KILLS_ON_CHANGING_MESHES.format_map),
+    ("docs/scale.md", "scan_layers", scanning(36)),
+    ("docs/scale.md", "scan_layers", scanning(4)),
+    ("docs/shapes.md", "contract_overhead", FIRST_TRACE.format_map),
+    ("docs/shapes.md", "contract_overhead", EAGER_PASS.format_map),
+    ("docs/weights.md", "smollm2", "Both losses are {loss[jgpt]:.6f},".format_map),
+    ("docs/weights.md", "smollm2", "Both losses are {loss[transformers]:.6f},".format_map),
 ]
 """A page, a record, and what the page says about it."""
 
 
 @pytest.mark.parametrize(("page", "record", "said"), SENTENCES)
 def test_sentences_are_the_results(page, record, said):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / page).read_text()
     assert said(result(record)) in " ".join(text.split())
+    # the sentence names its record, or the table above it does
+    assert f"benchmarks/results/{record}.json" in text
+
+
+def test_the_minutes_of_make_train_are_those_of_the_records():
+    seconds = []
+    for place in tables.PLACES:
+        figures = result(f"time_to_loss{place}")["figures"]
+        seconds += figures["the default preset"]["seconds"]
+    assert "[1.5 to 5 on Shakespeare]" in (ROOT / "README.md").read_text()
+    assert min(seconds) == pytest.approx(1.5 * 60, rel=0.1)
+    assert max(seconds) == pytest.approx(5 * 60, rel=0.1)
+
+
+def test_every_row_of_the_readme_names_a_record():
+    rows = tables.readme()[1:]
+    assert len(rows) == len(tables.README_ROWS)
+    for row in rows:
+        path = row[0].partition("](")[2].removesuffix(")")
+        assert (ROOT / path).is_file(), row[0]
+
+
+def test_the_record_of_the_presets_is_that_of_today():
+    found = result("presets")["presets"]
+    assert found.keys() == PRESETS.keys()
+    for name, (_, config) in PRESETS.items():
+        assert found[name]["parameters"] == sum(part.parameters for part in parts_of(config.model))
+        assert found[name]["steps"] == config.steps
+        assert found[name]["tokens_per_step"] == config.batch_size * config.model.block_size
+
+
+def test_each_preset_of_the_table_has_its_recorded_loss_or_none():
+    losses = tables.recorded_losses()
+    assert losses["modern"] == "1.498 to 1.512"
+    assert set(tables.ON_A_CPU) - losses.keys() == {"shakespeare-best"}
 
 
 def test_parity_is_the_results():
