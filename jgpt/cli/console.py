@@ -204,6 +204,7 @@ class ConsoleProgress(TrainingProgress):
         if self.out is not None:
             saved = max(RunDirectory(self.out).checkpoint_steps(), default=0)
             line = "left without saving: all steps are lost"
+            # A state is saved before it is evaluated, so a signal during an evaluation loses none.
             if self.evaluation is not None and saved >= self.step:
                 line = f"left; checkpoint {saved} has all steps"
             elif saved > 0:

@@ -41,6 +41,7 @@ def describe_optimizer_groups(
         layers = 1
         if STACKED in path:
             layers = len(leaf)
+        # Three dimensions or more are one kind: neither Muon nor the decay tells them apart.
         rank = min(dimensions_in_block(path, leaf), 3)
         sizes_of_kind = sizes.setdefault((group, rank), [])
         for _ in range(layers):

@@ -34,12 +34,16 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
 
     def listen() -> None:
         while data := here.recv(1):
-            if data[0] in SIGNALS and not codes:
-                codes.append(128 + data[0])
+            number = data[0]
+            if number not in SIGNALS:
+                continue
+            if not codes:
+                codes.append(128 + number)
                 first()
-            elif data[0] in SIGNALS and data[0] != HANG_UP:
+            elif number != HANG_UP:
                 second()
-                os._exit(128 + data[0])
+                # `sys.exit` would end this thread alone.
+                os._exit(128 + number)
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()

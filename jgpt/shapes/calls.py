@@ -155,7 +155,7 @@ def call_watched(
 def _unwatched() -> Iterator[None]:
     """Disable watchers in the block, and keep its programs apart from those of a watcher."""
     with (
-        program_context()(None),
+        program_context()(None),  # the key of programs that nobody watched
         set_context(_INNERMOST, None),
         set_context(_WATCHES, ()),
     ):

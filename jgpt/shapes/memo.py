@@ -186,7 +186,8 @@ def _array_reader(hint: Any) -> _Reader | None:
 
 
 def _other_reader(hint: Any) -> _Reader:
-    """Return a reader that checks each value, since its class, its number or its text decides."""
+    """Return a reader for an annotation without sizes. It checks each value, since a class, a
+    number or a text decides, and adds nothing to the key."""
 
     def read(value: Any) -> Any:
         if is_other(hint, value):

@@ -301,7 +301,7 @@ def _patched_arithmetic() -> list[_Patch]:
             return _Scale(1)
         return divide(self, divisor)
 
-    def quotient_of(self: Any, dividend: Any) -> Any:
+    def quotient_of(self: Any, dividend: Any) -> Any:  # `dividend / self`
         if isinstance(dividend, (int, float)):
             return _Scale(1)
         return divide_into(self, dividend)

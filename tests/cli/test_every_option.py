@@ -426,6 +426,15 @@ def test_shapes(switch, trace, calls):
     assert json.loads(type_in("shapes", "run", *switch, *words, "--json")) == {"in": "json"}
 
 
+@pytest.mark.parametrize(
+    ("given", "symbol"), [(("--time", 7), "[batch=b time=7]"), (("--batch", 5), "[batch=5 time=t]")]
+)
+def test_a_size_that_is_not_given_is_a_symbol_beside_one_that_is(calls, given, symbol):
+    calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
+
+    assert symbol in type_in("shapes", "run", *given, "--depth", 1)
+
+
 def test_the_source_of_shapes(calls, monkeypatch):
     line = SourceLine(1, "a line", (), is_reached=True)
     functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]

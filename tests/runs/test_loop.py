@@ -18,7 +18,16 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import BigramLM, ByteTokenizer, DataConfig, ModelConfig, fit, generate, load
+from jgpt import (
+    BigramLM,
+    ByteTokenizer,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+    fit,
+    generate,
+    load,
+)
 from jgpt.data.dataset import load_dataset, prepare
 from jgpt.fields import to_json
 from jgpt.fitting import fit as fit_module
@@ -134,6 +143,24 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
         assert (found.tokens, found.loss) == (targets, pytest.approx(loss, rel=1e-5))
         assert found.bits_per_character == pytest.approx(bits, rel=1e-5)
         assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_a_run_for_a_mesh_is_evaluated_on_one_device_where_no_micro_batches_are_recorded(
+    poem, tmp_path
+):
+    """A sequence at a time would be too few for the devices of the mesh."""
+    model_config = ModelConfig("bigram", 256)
+    data = DataConfig((str(poem),), tokenizer="byte")
+    config = TrainConfig(
+        model=model_config, dataset=data, batch_size=4, micro_batches="auto", mesh="data=2"
+    )
+    model = BigramLM(256, rngs=nnx.Rngs(3))
+    save(model, tmp_path / "run", tokenizer=ByteTokenizer(), config=config)
+
+    found = evaluate(tmp_path / "run", which="last")
+
+    tokens = load_dataset(data, config.model.block_size).validation
+    assert found.loss == pytest.approx(loss_by_hand(model, tokens, 7), rel=1e-5)
 
 
 def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes_no_number(

@@ -102,7 +102,8 @@ def shapes(
         # Traced with two batches and two lengths: a size that differs is named after what fits
         # both. One that was given is the same in both, and stays a number.
         longest = config.model.block_size
-        # Two batches differ by 2 and two lengths by 1, so that no batch is a length, nor one more.
+        # The batches differ by 2 and the lengths by 1, so that the difference of a size tells which
+        # of them it follows: `time + 1`, the length of a window, also differs by 1.
         batches = (batch or 2, batch or 4)
         times = (time or max(longest - 1, 1), time or longest)
         symbols = {"b": batches, "t": times}
