@@ -117,7 +117,7 @@ from tests.quick import only
         (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(kind, fields, message):
+def test_a_bad_value_is_rejected_by_name(kind, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         kind(**fields)
 
@@ -167,7 +167,7 @@ KIND_OF: dict[str, Any] = {
         for value in values
     ],
 )
-def test_a_number_out_of_bounds_is_refused_by_name(name, value, bound):
+def test_a_number_out_of_bounds_is_rejected_by_name(name, value, bound):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value} must {bound}')}$"):
         KIND_OF[name](**{name: value})
 
@@ -201,7 +201,7 @@ INTEGERS = [
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_an_integer_beyond_all_use_is_refused_in_a_line(name):
+def test_an_integer_beyond_all_use_is_rejected_in_a_line(name):
     kind = KIND_OF[name]
     for value in (99_999_999_999_999_999_999, 2**32 + 1):
         with pytest.raises(ValueError, match=rf"^{name}={value} must be at most \d+$"):
@@ -311,7 +311,7 @@ def test_every_source_is_checked_and_not_one_by_chance():
         ),
     ],
 )
-def test_damaged_json_is_refused(text, message):
+def test_damaged_json_is_rejected(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         from_json(TrainConfig, text)
 
@@ -408,7 +408,7 @@ def forward_pass(config):
         ),
     ],
 )
-def test_a_word_without_a_case_is_refused_by_the_file_to_add_it_in(
+def test_a_word_without_a_case_is_rejected_by_the_file_to_add_it_in(
     kind, name, file, use, monkeypatch
 ):
     """Rather than that a config which allows one more word is trained as if it said another."""

@@ -448,7 +448,7 @@ def test_an_edited_model_is_sampled_as_it_predicts(path, change):
         sample(misspelt)
 
 
-def test_what_can_t_be_captured_or_edited_is_refused():
+def test_what_can_t_be_captured_or_edited_is_rejected():
     model = model_of()
     mesh = jax.make_mesh((1,), ("data",))
 

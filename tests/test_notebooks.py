@@ -250,7 +250,7 @@ def test_no_check_has_a_comment_or_an_answer(path):
 
 
 @pytest.mark.slow
-def test_a_check_that_passes_without_a_solution_is_refused(tmp_path):
+def test_a_check_that_passes_without_a_solution_is_rejected(tmp_path):
     code = "```python\ndef f():\n    return 1\n\n\nassert f\n```"
     text = f"<details>\n<summary>Solution</summary>\n\n{code}\n\n</details>"
     page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])

@@ -58,7 +58,7 @@ def test_all_devices_take_part_in_each_part_of_a_batch():
     assert parts.sharding.shard_shape(parts.shape)[:2] == (12, 8 // 4)
 
 
-def test_a_mesh_of_another_size_than_the_machine_is_refused():
+def test_a_mesh_of_another_size_than_the_machine_is_rejected():
     message = "mesh='data=2,fsdp=3' needs 6 devices, but JAX has 8: give sizes .* 8"
 
     with pytest.raises(ValueError, match=message):

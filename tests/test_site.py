@@ -192,7 +192,7 @@ def test_the_search_finds_the_answer_first(folder):
     assert dict(zip(ANSWERS, found, strict=True)) == ANSWERS
 
 
-def test_faults_are_refused(tmp_path):
+def test_faults_are_rejected(tmp_path):
     source = tmp_path / "source"
     (source / "docs").mkdir(parents=True)
     (source / "README.md").write_text(

@@ -94,7 +94,7 @@ def folder(run, text_file, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("line", "expected"), cases_of("refusals.txt"))
-def test_a_refusal_is_one_line_and_changes_nothing(line, expected, run, folder):
+def test_a_rejection_is_one_line_and_changes_nothing(line, expected, run, folder):
     """One of each kind, and one for each way from where it is raised to the terminal."""
     before = contents(folder), contents(run)
     shown = refused(*shlex.split(line), cwd=folder)

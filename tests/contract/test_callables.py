@@ -274,7 +274,7 @@ def test_an_optimizer_s_state_is_of_floats_counts_flags_and_keys():
             made(weights, {"count": count, "means": means, **wrong}, count)
 
 
-def test_gradients_of_another_tree_than_the_weights_are_refused():
+def test_gradients_of_another_tree_than_the_weights_are_rejected():
     clip = calls_of("jgpt.training.optimizer.clip_by_global_norm.<locals>.clip")[0].function
     table = jnp.zeros((17, 17))
     for wrong in ({"other": table}, {"table": table[:, :5]}):
@@ -283,7 +283,7 @@ def test_gradients_of_another_tree_than_the_weights_are_refused():
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
-def test_a_wrong_intermediate_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_intermediate_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch):
     call = calls_of(name)[0]
     own = []
 

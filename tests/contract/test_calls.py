@@ -42,7 +42,7 @@ def test_a_size_that_has_changed_is_read_again():
         Grower(5).same(jnp.ones(4))
 
 
-def test_a_refused_call_leaves_the_sizes_of_the_one_around_it():
+def test_a_rejected_call_leaves_the_sizes_of_the_one_around_it():
     @typed
     def broken(x: Float[Array, "size"]) -> Float[Array, "size"]:
         raise ValueError("the body's own")

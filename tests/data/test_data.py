@@ -121,7 +121,7 @@ def test_windows_reach_past_two_billion_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [10, 11])
-def test_a_text_without_a_window_is_refused(block_size):
+def test_a_text_without_a_window_is_rejected(block_size):
     message = f"10 tokens are too few or too many for windows of {block_size + 1}: "
     with pytest.raises(ValueError, match=message):
         batches(COUNTING[:10], 0, 0, 1, 2, block_size)
@@ -218,7 +218,7 @@ def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("length", "block_size", "split"), [(50, 45, "training"), (50, 5, "validation")]
 )
-def test_a_split_shorter_than_a_block_is_refused(tmp_path, length, block_size, split):
+def test_a_split_shorter_than_a_block_is_rejected(tmp_path, length, block_size, split):
     config = write(tmp_path, "ab" * (length // 2))
 
     with pytest.raises(ValueError, match=f"the {split} split has {block_size} tokens, too few"):
@@ -357,7 +357,7 @@ def make_pipe(folder):
         (huge("tokenizer.json"), r"tokenizer\.json.* 1,099,511,"),
     ],
 )
-def test_damaged_prepared_data_is_refused(prepared, damage, message):
+def test_damaged_prepared_data_is_rejected(prepared, damage, message):
     damage(prepared)
     with pytest.raises((ValueError, OSError), match=message):
         load_dataset(DataConfig(data=(str(prepared),)), 8)
@@ -404,7 +404,7 @@ def test_prepared_data_goes_with_nothing_else(prepared):
         load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())
 
 
-def test_of_two_that_prepare_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+def test_of_two_that_prepare_one_folder_the_second_is_rejected(tmp_path, monkeypatch):
     """Each writes for itself: the tokens and the tokenizer that are there belong together."""
     slow = write(tmp_path, "slow", "s")
     fast = write(tmp_path, "fast!", "f")

@@ -500,7 +500,7 @@ def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_dire
         (lambda it: (it / "tokenizer.json").write_text("{}"), "tokenizer.json: not a tokenizer"),
     ],
 )
-def test_damaged_tokens_are_refused(tokens, damage, message):
+def test_damaged_tokens_are_rejected(tokens, damage, message):
     damage(tokens)
     with pytest.raises((ValueError, OSError), match=message):
         load_dataset(DataConfig((str(tokens),)), 8)

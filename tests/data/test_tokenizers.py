@@ -117,7 +117,7 @@ def test_gpt2_s_files_are_read_under_both_names(tmp_path):
 
 
 @pytest.mark.parametrize("merges", ["a b c\n", "a z\n", "a\n"])
-def test_gpt2_s_files_that_contradict_each_other_are_refused(tmp_path, merges):
+def test_gpt2_s_files_that_contradict_each_other_are_rejected(tmp_path, merges):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text(merges)
     with pytest.raises(ValueError, match="not GPT-2's vocabulary and merges"):
@@ -241,7 +241,7 @@ TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
         ("post_processor", TEMPLATE | {"single": [PIECE] * 17}),
     ],
 )
-def test_what_may_make_a_text_much_longer_is_refused(byte_pairs, part, value):
+def test_what_may_make_a_text_much_longer_is_rejected(byte_pairs, part, value):
     with pytest.raises(ValueError, match=f"its {part} may make a text more than 16 times longer"):
         from_hf(byte_pairs, **{part: value})
 
@@ -347,7 +347,7 @@ def test_a_long_text_is_encoded_by_tiktoken_and_a_short_one_is_not(byte_pairs, m
     assert len(byte_pairs.encode(text)) > 9  # by tokenizers
 
 
-def test_what_tiktoken_refuses_is_encoded_still(quick):
+def test_what_tiktoken_rejects_is_encoded_still(quick):
     """Its regular expression takes a run of spaces onto a stack."""
     spaces = " " * 2_000_000 + "x"
     with pytest.raises(ValueError, match="Max stack size"):

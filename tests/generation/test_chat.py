@@ -207,7 +207,7 @@ def test_an_answer_ends_with_its_turn():
     "tokenizer",
     [jgpt.ByteTokenizer(), jgpt.BPETokenizer.train([TEXT], 270), chat_tokenizer(special=False)],
 )
-def test_other_tokenizers_are_refused(tokenizer):
+def test_other_tokenizers_are_rejected(tokenizer):
     with pytest.raises(ValueError, match=r"lacks <\|im_start\|> and <\|im_end\|>"):
         Chat(Model(), tokenizer)  # type: ignore[arg-type]
 
@@ -220,7 +220,7 @@ def test_other_tokenizers_are_refused(tokenizer):
         ({"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
     ],
 )
-def test_what_can_t_be_sampled_is_refused_at_once(wrong, message):
+def test_what_can_t_be_sampled_is_rejected_at_once(wrong, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Chat(Model(), chat_tokenizer(), **wrong)  # type: ignore[arg-type]
 

@@ -399,7 +399,7 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
         ),
     ],
 )
-def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
+def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, message):
     arguments = {
         "prompt": PROMPT,
         "max_new_tokens": 5,
@@ -451,7 +451,7 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     assert 0 < abs(found - expected).max() < 1.5 * rounding
 
 
-def test_a_cache_of_another_model_is_refused(model):
+def test_a_cache_of_another_model_is_rejected(model):
     deep = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=2)
     with pytest.raises(ValueError, match="the cache has 2 layers and the model 1"):
         jax.eval_shape(lambda prompt: model(prompt, cache=deep.empty_cache(2)), PROMPT)

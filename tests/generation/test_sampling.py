@@ -180,12 +180,12 @@ def test_an_inverse_transform_by_hand(weights, uniform, chosen):
         ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
     ],
 )
-def test_a_bad_parameter_is_refused(options, message):
+def test_a_bad_parameter_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
 
-def test_a_parameter_of_another_type_is_refused():
+def test_a_parameter_of_another_type_is_rejected():
     with pytest.raises(TypeError, match="wrong argument `temperature`"):
         Sampling(temperature="hot")  # type: ignore[arg-type]
 

@@ -181,7 +181,7 @@ def test_a_stream_says_what_the_whole_says(model):
         ({"min_p": 2.0}, "min_p=2.0 must be in"),
     ],
 )
-def test_a_bad_request_is_refused_before_anything_is_drawn(model, options, message):
+def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, message):
     arguments = {"prompts": ("a",), "max_new_tokens": 5, "key": KEY} | options
     with pytest.raises(ValueError, match=message):
         stream_text(model, LETTERS, **arguments)

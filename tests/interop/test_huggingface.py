@@ -216,7 +216,7 @@ ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
     ),
     ids=str,
 )
-def test_what_the_format_cannot_say_is_refused(family, fields, tmp_path):
+def test_what_the_format_cannot_say_is_rejected(family, fields, tmp_path):
     model = abstract_model(config_of(family, **fields))
     save = SAVE[family]
     name, value = next(iter(fields.items()))
@@ -510,7 +510,7 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
         (weights(header({f"t{i}": EMPTY for i in range(5_000)})), "its header has 323890 bytes, f"),
     ],
 )
-def test_a_damaged_directory_is_refused(damage, complaint, directory):
+def test_a_damaged_directory_is_rejected(damage, complaint, directory):
     damage(directory)
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
         load_gpt2(directory)
@@ -525,7 +525,7 @@ def test_a_damaged_directory_is_refused(damage, complaint, directory):
         ("transformer.h.0.attn.score", r"unexpected tensors \(1\): h\.0\.attn\.score"),
     ],
 )
-def test_a_sparse_file_is_refused_before_it_is_read(name, complaint, directory):
+def test_a_sparse_file_is_rejected_before_it_is_read(name, complaint, directory):
     """Of 34 GB, whose shapes are not the config's."""
     path = directory / "model.safetensors"
     shapes = {each: list(tensor.shape) for each, tensor in load_file(path).items()}

@@ -208,7 +208,7 @@ def test_fused_attention_is_attention_forward_and_backward(causal, window, kv_he
     assert window_is_unseen == (not causal)
 
 
-def test_heads_that_can_t_be_shared_are_refused():
+def test_heads_that_can_t_be_shared_are_rejected():
     query = normal(0, BATCH, 5, TIME, 4)
     key = normal(1, BATCH, 2, TIME, 4)
     with pytest.raises(ValueError, match="5 query heads must be divisible by 2 key-value heads"):
@@ -303,7 +303,7 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
 
 
 @pytest.mark.parametrize("window", [0, -3])
-def test_a_window_that_holds_nothing_is_refused(window):
+def test_a_window_that_holds_nothing_is_rejected(window):
     with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
         causal_mask(-TIME)
     with pytest.raises(ValueError, match=f"window={window} must be positive"):

@@ -65,7 +65,7 @@ def test_a_rate_is_at_least_0_and_below_1(rate):
         attend(x, x, x, dropout=rate)
 
 
-def test_keys_of_another_stream_are_refused():
+def test_keys_of_another_stream_are_rejected():
     module = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 7, 6))
 

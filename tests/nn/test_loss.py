@@ -167,7 +167,7 @@ OUTSIDE = [TOKENS, TOKENS + 1, 1000, -1, -TOKENS, -1000]
 
 @pytest.mark.parametrize("token", OUTSIDE)
 @pytest.mark.parametrize("family", ["nanogpt", "bigram"])
-def test_a_token_outside_the_vocabulary_is_refused_with_its_place(family, token):
+def test_a_token_outside_the_vocabulary_is_rejected_with_its_place(family, token):
     model = random_model(family)
     tokens = jnp.array(
         [

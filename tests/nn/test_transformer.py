@@ -112,7 +112,7 @@ def test_parameters_differ_from_each_other_and_from_another_seed_s():
 
 
 @pytest.mark.parametrize("family", ["nanogpt", "modern"])
-def test_longer_inputs_than_the_block_are_refused(family):
+def test_longer_inputs_than_the_block_are_rejected(family):
     model = random_gpt(family)
     tokens = tokens_of(0, time=BLOCK_SIZE + 1)
 

@@ -110,7 +110,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
         ({"model_args": {**SIZES, "bias": True}}, r"missing tensors \(13\): h.0.attn.c_attn.bi"),
     ],
 )
-def test_other_files_are_refused(more, complaint, tmp_path):
+def test_other_files_are_rejected(more, complaint, tmp_path):
     write(tmp_path / "ckpt.pt", **more)
     with pytest.raises(ValueError, match=complaint):
         load_nanogpt(tmp_path / "ckpt.pt")

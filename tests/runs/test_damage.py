@@ -183,7 +183,7 @@ def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
             path.chmod(0o755)
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(copy, run):
+def test_a_second_process_is_rejected_until_the_first_is_gone(copy, run):
     (run / "lock").write_text("4194304999\n")  # longer than any process's
     code = (
         "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"

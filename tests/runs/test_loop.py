@@ -559,7 +559,7 @@ def test_processes_compare_the_checkpoints_that_they_overwrite(copy):
     assert facts["checkpoints"] == [8, 11]
 
 
-def test_a_model_that_is_too_large_is_refused_before_it_compiles(small_run, tmp_path, monkeypatch):
+def test_a_model_that_is_too_large_is_rejected_before_it_compiles(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(dataclasses.replace(small_run, out=str(tmp_path / "run")))

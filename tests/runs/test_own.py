@@ -175,7 +175,7 @@ def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
     assert given == [(config, 10)]
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_what_is_no_optimizer_is_rejected():
     config = jgpt.OptimizerConfig(make=lambda config, steps: 3)
     with pytest.raises(ValueError, match=r"must make an optax\.Gradient.*, not int"):
         make_optimizer(config, 10)
@@ -349,7 +349,7 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
         load_code("none.py:x")
 
 
-def test_code_that_takes_other_arguments_is_refused():
+def test_code_that_takes_other_arguments_is_rejected():
     class Alone(nnx.Module):
         def __init__(self): ...
 

@@ -425,7 +425,7 @@ def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
         (("--data", "missing.txt"), r"(process 1: )?.*missing\.txt.*"),
     ],
 )
-def test_what_differs_is_refused_by_name(poem, tmp_path, monkeypatch, own, message):
+def test_what_differs_is_rejected_by_name(poem, tmp_path, monkeypatch, own, message):
     monkeypatch.chdir(tmp_path)
     shutil.copy(poem, "poem.txt")
     Path("other.txt").write_text(poem.read_text().replace("eyes", "yees"))
@@ -479,7 +479,7 @@ def test_other_code_is_rejected_by_name(poem, tmp_path, monkeypatch, other):
 
 
 @pytest.mark.slow
-def test_another_number_of_devices_is_refused_by_name(options, tmp_path):
+def test_another_number_of_devices_is_rejected_by_name(options, tmp_path):
     for code, out, err in train(*options, devices=(4, 2)):
         assert (code, out) == (2, "")
         cause = "process 1 has 2 devices, process 0 has 4"

@@ -138,7 +138,7 @@ STATE = 3 * 4 * 124_439_808 + 12  # of gpt2
         ("fsdp=2", STATE * 3 // 10, r"712\.7 MiB, the device has 427\.2 MiB: .*mesh=fsdp=N"),
     ],
 )
-def test_a_state_that_no_device_holds_is_refused(mesh, memory, refused):
+def test_a_state_that_no_device_holds_is_rejected(mesh, memory, refused):
     config = dataclasses.replace(preset("gpt2"), mesh=mesh)
     with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
         require_feasible(config, memory)
@@ -217,7 +217,7 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
         assert with_micro_batches(AUTO, cpu).micro_batches == chosen
 
 
-def test_micro_batches_that_a_compiler_refuses_or_does_not_measure(monkeypatch):
+def test_micro_batches_that_a_compiler_rejects_or_does_not_measure(monkeypatch):
     def compiled(config, reason="RESOURCE_EXHAUSTED: 15.88G exceeds 15.75G"):
         if config.micro_batches < 3:
             raise jax.errors.JaxRuntimeError(reason)
