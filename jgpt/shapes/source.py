@@ -283,8 +283,9 @@ def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -
             recording = traced
     note = None
     if recording.not_finite is not None:
-        place, line, name = recording.not_finite
-        note = f"{name} is the first that is not finite: {_short(place.file)}, line {line}"
+        place, _, name = recording.not_finite
+        function_name = place.name.rpartition("<locals>.")[2]
+        note = f"{name} in {function_name} is the first array that is not finite"
     return _annotated(recording, recording.records, note)
 
 
