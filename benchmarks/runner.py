@@ -103,7 +103,9 @@ def compare(
     with tempfile.TemporaryDirectory() as directory:
         for index in range(-1, options.rounds):  # the one before the first fills caches
             for variant in (processor, *variants):
-                first_round = -1 if variant.warm else 0
+                first_round = 0
+                if variant.warm:
+                    first_round = -1
                 rounds = range(first_round, variant.rounds or options.rounds)
                 if index not in rounds or variant.name in failed:
                     continue
@@ -162,7 +164,9 @@ def measure(variant: Variant, seed: int, directory: Path) -> Figures:
         if process.returncode:
             said = complained.read()[-3000:]
             raise VariantFailed(f"{variant.name} ended with {process.returncode}:\n{said}")
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        unit = 1024
+        if sys.platform == "darwin":  # bytes there, KiB elsewhere
+            unit = 1
         peak = usage.ru_maxrss * unit / 2**20
         return {"seconds": seconds, "peak_mib": peak} | variant.read(printed.read(), out)
 
@@ -196,8 +200,11 @@ def losses_of(found: list[tuple[int, float]], target: float) -> Figures:
     """The last loss, the best one, and the share of the steps that it took to reach the target."""
     last_step, last_loss = found[-1]
     best_loss, best_step = min((loss, step) for step, loss in found)
-    reached = [step for step, loss in found if loss <= target]
-    needed = reached[0] if reached else last_step
+    needed = last_step
+    for step, loss in found:
+        if loss <= target:
+            needed = step
+            break
     return {
         "validation_loss": last_loss,
         "best_loss": best_loss,
@@ -291,4 +298,6 @@ def processor_speed() -> Figures:
 
 if __name__ == "__main__":
     script, function, given = sys.argv[1:]
-    print(json.dumps(getattr(importlib.import_module(script), function)(**json.loads(given))))
+    called = getattr(importlib.import_module(script), function)
+    result = called(**json.loads(given))
+    print(json.dumps(result))

@@ -56,9 +56,12 @@ NUMBERS = "no", "one", "two", "three", "four", "five"
 PROMPT = "a prompt of 1,000 tokens"
 FIGURES = {"batch 1": "batch 1", "batch 16": "batch 16", "prompt_seconds": PROMPT}
 """Of decoding, and what they are called."""
-BETTER_OF_TWO = [
-    f"{name} {dtype}" for name in ("CTranslate2", "OpenVINO") for dtype in ("float32", "int8")
-]
+BETTER_OF_TWO = (
+    "CTranslate2 float32",
+    "CTranslate2 int8",
+    "OpenVINO float32",
+    "OpenVINO int8",
+)
 """Engines that are measured in two ways."""
 PLACES = "_slowest_epyc", "", "_faster_epyc"
 """How the records of each processor's comparisons end."""
@@ -99,7 +102,9 @@ Table = Sequence[Row]
 def record(name: str) -> dict[str, Any]:
     """What was measured; an empty record if it wasn't."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text())
 
 
 def measured(name: str) -> Measured:
@@ -116,7 +121,9 @@ def figure_of(measured: Measured, figure: str) -> dict[str, list[float]]:
 
 def goal(value: float, target: float, unit: str = "", *, more: bool = False) -> str:
     """The cell of a target, which says whether it was missed."""
-    missed = value < target if more else value > target
+    missed = value > target
+    if more:
+        missed = value < target
     cell = f"{target:g}{unit}"
     if missed:
         cell += " (missed)"
@@ -146,13 +153,19 @@ def mean_of(losses: list[float], digits: int = 4) -> str:
 
 def deviation_of(losses: list[float], digits: int = 4) -> str:
     """The standard deviation; one loss has none."""
-    return f"{statistics.stdev(losses):.{digits}f}" if len(losses) > 1 else ""
+    if len(losses) < 2:
+        return ""
+    return f"{statistics.stdev(losses):.{digits}f}"
 
 
 def seeds_of(losses: list[float]) -> str:
     count = len(losses)
-    number = NUMBERS[count] if count < len(NUMBERS) else str(count)
-    return f"{number} seed" if count == 1 else f"{number} seeds"
+    number = str(count)
+    if count < len(NUMBERS):
+        number = NUMBERS[count]
+    if count == 1:
+        return f"{number} seed"
+    return f"{number} seeds"
 
 
 def step_rows(where: str = "") -> Iterator[Row]:
@@ -538,9 +551,11 @@ def prepare_table() -> Table:
         seconds = median(ways, name, "seconds")
         ratio = median(ways, "tiktoken", "seconds") / seconds
         size = figures["megabytes"][0]
-        cells = [f"{name}, {size:.0f} MB", spread(figures["seconds"], ".1f")]
-        cells += [f"{size / seconds:.1f}", f"{ratio:.2f}", f"{max(figures['peak_mib']):.0f} MiB"]
-        table.append(cells)
+        what = f"{name}, {size:.0f} MB"
+        taken = spread(figures["seconds"], ".1f")
+        speed = f"{size / seconds:.1f}"
+        peak = f"{max(figures['peak_mib']):.0f} MiB"
+        table.append([what, taken, speed, f"{ratio:.2f}", peak])
     return table
 
 
@@ -561,9 +576,15 @@ def large_text_table() -> Table:
 
 def proofs_table() -> Table:
     verdicts = ("proven", "rejected", "open")
-    table = [["program", "for any", *(f"cases {verdict}" for verdict in verdicts)]]
+    header = ["program", "for any"]
+    for verdict in verdicts:
+        header.append(f"cases {verdict}")
+    table = [header]
     for name, found in record("proofs").get("programs", {}).items():
-        table.append([name, f"`{found['arrays']}`", *(str(found[verdict]) for verdict in verdicts)])
+        row = [name, f"`{found['arrays']}`"]
+        for verdict in verdicts:
+            row.append(str(found[verdict]))
+        table.append(row)
     return table
 
 
@@ -647,18 +668,26 @@ def written(page: str) -> str:
     """A page with its tables as the records have them."""
 
     def fill(block: re.Match[str]) -> str:
-        header, *cells = TABLES[block[2]]()
+        begin, name, end = block.groups()
+        header, *cells = TABLES[name]()
         if not cells:  # nothing was measured: no header alone
-            return block[1] + block[3]
-        lines = [line_of(header), "|---" * len(header) + "|\n"]
-        lines += [line_of(row) for row in cells]
-        return block[1] + "".join(lines) + block[3]
+            return begin + end
+        text = line_of(header)
+        text += "|---" * len(header) + "|\n"
+        for row in cells:
+            text += line_of(row)
+        return begin + text + end
 
     return BLOCK.sub(fill, page)
 
 
 def line_of(row: Row) -> str:
-    return "".join(f"| {cell} " if cell else "| " for cell in row) + "|\n"
+    line = ""
+    for cell in row:
+        line += "| "
+        if cell:
+            line += f"{cell} "
+    return f"{line}|\n"
 
 
 def main() -> None:

@@ -25,14 +25,19 @@ def first_step(out: str) -> Figures:
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        while not (metrics.exists() and metrics.stat().st_size):
-            if process.poll() is not None:
-                sys.exit(f"{command} ended with {process.returncode}")
-            time.sleep(0.005)
+        wait_for_lines(metrics, process)
         return {"seconds": time.perf_counter() - began}
     finally:
         process.terminate()  # saving takes a while
         process.wait()
+
+
+def wait_for_lines(path: Path, process: subprocess.Popen[Any]) -> None:
+    """Wait until a file has lines; exit if the process ends before."""
+    while not path.exists() or path.stat().st_size == 0:
+        if process.poll() is not None:
+            sys.exit(f"{process.args} ended with {process.returncode}")
+        time.sleep(0.005)
 
 
 def first_text(run: str) -> Figures:
@@ -70,12 +75,16 @@ def page(steps: int, out: str, live: bool = False) -> Figures:
                 threading.Thread(target=read_on, args=asked, daemon=True).start()
     if process.returncode:
         sys.exit(f"{command} ended with {process.returncode}")
-    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
-    timed = [line for line in lines if "seconds" in line and line["step"] > steps // 5]
+    timed = []
+    for text in Path(out, "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "seconds" in line and line["step"] > steps // 5:
+            timed.append(line)
     first = timed[0]
     last = timed[-1]
-    taken = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
-    return {"milliseconds_per_step": 1000 * taken, **spent}
+    seconds = last["seconds"] - first["seconds"]
+    taken_steps = last["step"] - first["step"]
+    return {"milliseconds_per_step": 1000 * seconds / taken_steps, **spent}
 
 
 def read_on(address: str, trainer: int, spent: Figures) -> None:
@@ -112,8 +121,12 @@ def read_on(address: str, trainer: int, spent: Figures) -> None:
 
 def processor_seconds(pid: str) -> float:
     """The processor time of a process and its threads, user's and system's (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    text = Path(f"/proc/{pid}/stat").read_text()
+    # The name before it is in parentheses, and may have spaces.
+    _, _, after_name = text.rpartition(")")
+    fields = after_name.split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
@@ -127,10 +140,7 @@ def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
     metrics = Path(out, "metrics.jsonl")
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while not (metrics.exists() and metrics.stat().st_size):
-            if process.poll() is not None:
-                sys.exit(f"{command} ended with {process.returncode}")
-            time.sleep(0.005)
+        wait_for_lines(metrics, process)
         first = time.perf_counter()
     if process.returncode:
         sys.exit(f"{command} ended with {process.returncode}")

@@ -54,11 +54,14 @@ def trained_in_a_loop(name: str) -> tuple[np.ndarray, Any]:
 
 
 def furthest(one: Any, other: Any) -> float:
+    """The largest difference of two numbers in the same place."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    return max(
-        float(abs(a - b).max())
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    )
+
+    def difference(left: Any, right: Any) -> float:
+        return float(abs(left - right).max())
+
+    differences = jax.tree.map(difference, one, other)
+    return max(jax.tree.leaves(differences))
 
 
 # --- the same numbers ----------------------------------------------------------------------------
@@ -79,8 +82,10 @@ def test_a_scan_trains_as_a_loop_does(name, mesh):
         wanted, state = trained_in_a_loop(name)
         with use_mesh(mesh):
             found, scanned = trained(with_layers(RUNS[name], scan=True))
-            assert abs(found - wanted).max() < 1e-12
-            assert furthest(jax.device_get(scanned), state) < 1e-11
+        scanned = jax.device_get(scanned)
+
+    assert abs(found - wanted).max() < 1e-12
+    assert furthest(scanned, state) < 1e-11
     assert abs(np.diff(wanted)).min() > 1e-9  # each step would show a mistake
 
 
@@ -88,24 +93,35 @@ def test_a_scan_trains_as_a_loop_does(name, mesh):
 def test_the_bound_notices_a_vector_that_decays(monkeypatch):
     """The negative control: stacked, vectors are as matrices are."""
     with jax.enable_x64(True):
-        wanted = trained_in_a_loop("lecture")[0]
+        wanted, _ = trained_in_a_loop("lecture")
         monkeypatch.setattr(optimizer, "dimensions_in_block", lambda path, leaf: leaf.ndim)
-        assert abs(trained(with_layers(RUNS["lecture"], scan=True))[0] - wanted).max() > 1e-9
+        found, _ = trained(with_layers(RUNS["lecture"], scan=True))
+
+    assert abs(found - wanted).max() > 1e-9
 
 
 # --- stacking ------------------------------------------------------------------------------------
 
 
 def test_blocks_are_stacked_in_order_and_nothing_else_is():
-    blocks = {i: {"a": {"b": jnp.full((2, 3), i)}, "c": jnp.full((5,), -i)} for i in range(11)}
-    tree = {"blocks": dict(reversed(blocks.items())), "head": jnp.ones(7)}, [jnp.zeros(())]
+    blocks = {}
+    for i in reversed(range(11)):  # more than ten: as texts, 10 would come before 2
+        blocks[i] = {"a": {"b": jnp.full((2, 3), i)}, "c": jnp.full((5,), -i)}
+    weights = {"blocks": blocks, "head": jnp.ones(7)}
+    tree = (weights, [jnp.zeros(())])
+
     stacked = stack_blocks(tree)
-    assert stacked[0]["blocks"]["stacked"]["a"]["b"].shape == (11, 2, 3)
-    assert stacked[0]["blocks"]["stacked"]["c"][:, 0].tolist() == [-i for i in range(11)]
-    assert stacked[0]["head"] is tree[0]["head"]
     again = unstack_blocks(stacked)
+
+    stacked_weights, _ = stacked
+    stacked_blocks = stacked_weights["blocks"]["stacked"]
+    assert stacked_blocks["a"]["b"].shape == (11, 2, 3)
+    assert stacked_blocks["c"][:, 0].tolist() == [-i for i in range(11)]
+    assert stacked_weights["head"] is weights["head"]
     assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert [its["a"]["b"][0, 0] for its in again[0]["blocks"].values()] == list(range(11))
+    unstacked_weights, _ = again
+    found = [int(block["a"]["b"][0, 0]) for block in unstacked_weights["blocks"].values()]
+    assert found == list(range(11))
 
 
 def test_the_stack_s_own_axis_is_whole():
@@ -116,14 +132,18 @@ def test_the_stack_s_own_axis_is_whole():
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
         state = init_state(config)
         saved = shardings(state_specs(with_layers(config, scan=False)))  # as checkpoints have it
-        again = stack_state(config, jax.device_put(unstack_state(state), saved))
+        restored = jax.device_put(unstack_state(state), saved)
+        again = stack_state(config, restored)
+
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, state) == state_specs(config)
-        assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, again, state))
+        for leaf, again_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+            assert again_leaf.sharding == leaf.sharding
         assert furthest(again, state) == 0
-    kernel = state.weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
-    moments = state.optimizer[1][0].mu["blocks"]["stacked"]["feed_forward"]["expansion"]
-    for each in kernel, moments["kernel"]:
-        assert {shard.data.shape for shard in each.addressable_shards} == {(LAYERS, 24, 14)}
+
+    moments = state.optimizer[1][0].mu
+    for weights in (state.weights, moments):
+        kernel = weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {(LAYERS, 24, 14)}
 
 
 @pytest.mark.parametrize(
