@@ -200,6 +200,11 @@ def first_four(x: Float[Array, "batch time"]) -> Float[Array, "batch 4"]:
     return y
 
 
+def test_a_number_in_an_annotation_is_no_name():
+    lines = str(annotated_source(first_four, "float32[b t]"))
+    assert "| return: float32[batch=b 4]" in " ".join(lines.split())
+
+
 def test_a_rejected_argument_and_a_rejected_result_of_a_typed_function():
     def caller(x: Any) -> Any:
         return first_four(x)

@@ -290,7 +290,8 @@ def _plain(name: str) -> str:
     """Return the name of a dimension without marks, or an empty text for an expression or `...`."""
     # `{self.config.embed_dim}` is embed_dim
     plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
-    if re.fullmatch(r"\w+(\*\w+)?", plain):
+    # A number such as 4 is no name: its size would be shown as `4=4`.
+    if re.fullmatch(r"[^\W\d]\w*(\*\w+)?", plain):
         return plain
     return ""
 
