@@ -27,7 +27,7 @@ from rich.text import Text
 
 import jgpt
 from jgpt.pictures.live import RunPage, serving
-from jgpt.shapes.trace import with_symbols
+from jgpt.shapes.expressions import name_sizes
 from jgpt.training.programs import forward_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,12 +100,13 @@ def draw_shapes() -> None:
 
 def shapes_of(config: jgpt.ModelConfig) -> list[str]:
     """The lines of `jgpt shapes`, for any batch and length."""
-    batches = (2, 3)
-    times = (config.block_size - 1, config.block_size)
+    batches = (2, 4, 3)
+    times = (config.block_size - 1, config.block_size, config.block_size // 2)
     run = jgpt.TrainConfig(model=config)
-    smaller = forward_program(run, batches[0], times[0]).trace()
-    larger = forward_program(run, batches[1], times[1]).trace()
-    return with_symbols(smaller, larger, {"b": batches, "t": times}).lines(2)
+    traces = []
+    for batch, length in zip(batches, times, strict=True):
+        traces.append(forward_program(run, batch, length).trace())
+    return name_sizes(traces, {"b": batches, "t": times}).tree.lines(2)
 
 
 def error_of(config: jgpt.ModelConfig) -> list[str]:

@@ -36,6 +36,7 @@ SHAPES = (
     "contract",
     "capture",
     "trace",
+    "expressions",
     "sizes",
     "operands",
     "values",

@@ -20,7 +20,7 @@ from jgpt.cli.commands.shapes import shapes as draw_shapes
 from jgpt.config import ModelConfig
 from jgpt.nn.attention import split_heads
 from jgpt.shapes.calls import TypedCall
-from jgpt.shapes.trace import with_symbols
+from jgpt.shapes.expressions import name_sizes
 from tests.commands import on_terminal, refused, worked
 from tests.models import random_gpt
 from tests.quick import only
@@ -485,6 +485,7 @@ def split(
 def test_a_trace_of_code_of_one_s_own():
     three_rows = jax.ShapeDtypeStruct((3, 8), jnp.bfloat16)
     five_rows = jax.ShapeDtypeStruct((5, 10), jnp.bfloat16)
+    four_rows = jax.ShapeDtypeStruct((4, 13), jnp.bfloat16)
 
     trace = jgpt.shape_trace(split, three_rows)
     other = jgpt.shape_trace(split, five_rows)
@@ -503,8 +504,12 @@ result   bfloat16[batch=3 4]
     assert len(set(colours)) == 2  # each name has one colour
     saved = json.loads(json.dumps(trace.as_json()))
     assert saved["calls"][1]["arguments"].keys() == {"x"}
-    named = with_symbols(trace, other, {"b": (3, 5), "f": (8, 10)})
-    assert named.lines(1)[-2] == "result   bfloat16[batch=b ?]"
+    traces = [trace, other, jgpt.shape_trace(split, four_rows)]
+    named = name_sizes(traces, {"b": (3, 5, 4), "f": (8, 10, 13)}).tree
+    assert named.lines(1)[-2:] == [
+        "result   bfloat16[batch=b f//2]",
+        "         bfloat16[b (f+1)//2]",
+    ]
     with pytest.raises(ValueError, match="abs makes no typed call"):
         jgpt.shape_trace(jnp.abs, jnp.ones(3))
 
@@ -583,9 +588,9 @@ def test_a_size_that_is_given_is_a_factor_of_a_product():
     def flattened(x: Float[Array, "batch time"]) -> Float[Array, "tokens"]:
         return x.reshape(-1)
 
-    first = jgpt.shape_trace(flattened, jnp.ones((3, 4)))
-    second = jgpt.shape_trace(flattened, jnp.ones((3, 5)))
-    named = with_symbols(first, second, {"b": (3, 3), "t": (4, 5)})
+    times = (4, 5, 7)
+    traces = [jgpt.shape_trace(flattened, jnp.ones((3, time))) for time in times]
+    named = name_sizes(traces, {"b": (3, 3, 3), "t": times}).tree
     assert str(named).splitlines()[-1].split() == ["result", "float32[tokens=3*t]"]
 
 

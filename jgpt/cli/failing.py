@@ -31,6 +31,7 @@ def source_shown(config: TrainConfig) -> Iterator[None]:
 def _print_failing_source(config: TrainConfig, error: Exception) -> None:
     from jgpt.hardware import process_index
     from jgpt.shapes.source import folders_of, source_of_calls
+    from jgpt.training.programs import sizes_to_trace
 
     # An error of the import has no trace, and one process speaks for all.
     if isinstance(error, CustomCodeError) or process_index() != 0:
@@ -38,13 +39,11 @@ def _print_failing_source(config: TrainConfig, error: Exception) -> None:
     config = dataclasses.replace(config, micro_batches=1)
     make: Any = config.model.make
     folders = folders_of(make)
-    longest = config.model.block_size
-    symbols = {"b": (2, 4), "t": (max(longest - 1, 1), longest)}
+    symbols = sizes_to_trace(config.model.block_size)
+    points = list(zip(*symbols.values(), strict=True))
     # The constructor comes first, since the programs are made of the model.
     for program in (_constructor, _forward, _train_step):
-        calls = []
-        for batch, time in zip(*symbols.values(), strict=True):
-            calls.append(program(config, batch, time))
+        calls = [program(config, *point) for point in points]
         with contextlib.suppress(ValueError):  # no line sets an array, and none fails
             source = source_of_calls(calls, symbols, folders).failing()
             if source.error is not None:

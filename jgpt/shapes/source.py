@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import html
 import inspect
+import itertools
 import linecache
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,17 +24,25 @@ from jaxtyping import TypeCheckError
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
+from jgpt.shapes.expressions import name_sizes
 from jgpt.shapes.operands import explain
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
-from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls, with_symbols
+from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls
 from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
 
 MOST_LEAVES = 4
 """The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
 MARGIN = 88
 """The column where shapes begin, unless the source's lines are shorter."""
-_SIZES = (101, 211, 307, 401, 503)
-"""First sizes of the symbols in texts, primes, so that no sum or product of few is another."""
+_SIZES = (
+    (101, 103, 50, 91),
+    (211, 216, 105, 191),
+    (307, 315, 153, 277),
+    (401, 412, 200, 361),
+    (503, 517, 251, 453),
+)
+"""The sizes of each symbol in texts, at each point: the first are near each other, since a function
+may do something else at a half."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
@@ -235,12 +244,8 @@ def annotated_source(
         if of is None:
             return source
         return source.of(of)
-    symbols: dict[str, tuple[int, int]] = {}
-    first = tuple(_array(array, symbols, 0) for array in arrays)
-    second = tuple(_array(array, symbols, 1) for array in arrays)
-    calls = [(function, first)]
-    if symbols:
-        calls.append((function, second))
+    symbols = _open_sizes(arrays)
+    calls = ((function, arguments) for arguments in _arguments_at_points(arrays, symbols))
     source = source_of_calls(calls, symbols, folders_of(function))
     if of is None:
         return source
@@ -248,25 +253,33 @@ def annotated_source(
 
 
 def source_of_calls(
-    calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-    symbols: Mapping[str, tuple[int, int]],
+    calls: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]],
+    symbols: Mapping[str, Sequence[int]],
     folders: frozenset[str],
 ) -> AnnotatedSource:
-    """Return the source of one call, or of a call with each of the two sizes of symbols.
+    """Return the source of a call that is traced at some sizes.
 
-    A call is a function and its arguments. `folders` are those of the functions that are shown.
+    A call is a function and its arguments; there is one for each of the sizes of `symbols`, and
+    only those that are needed are traced. `folders` are those of the functions that are shown.
     """
-    recordings = [_record(function, arguments, folders) for function, arguments in calls]
+    recordings: list[_Recording] = []
+
+    def trees() -> Iterator[dict[Any, tuple[Shape, ...]]]:
+        for function, arguments in calls:
+            recordings.append(_record(function, arguments, folders))
+            yield _tree_of_records(recordings[-1].records)
+
+    named, other_points = name_sizes(trees(), symbols)
     first = recordings[0]
-    records = first.records
+    records = []
+    for record, shapes in zip(first.records, named.values(), strict=True):
+        records.append(dataclasses.replace(record, shapes=shapes))
     note = None
-    if len(recordings) == 2:
-        second = recordings[1]
-        if [record.what for record in records] == [record.what for record in second.records]:
-            records = _with_symbols(records, second.records, symbols)
-        else:
-            sizes = _sizes_text(symbols)
-            note = f"The lines depend on the sizes; these are the shapes for {sizes}."
+    if other_points:
+        sizes = _sizes_text(symbols)
+        note = f"The lines depend on the sizes; these are the shapes for {sizes}."
+        if 1 not in other_points:
+            note = f"The lines depend on the sizes; these are the shapes near {sizes}."
     return _annotated(first, records, note)
 
 
@@ -310,8 +323,8 @@ def _has_failed(function: FunctionSource) -> bool:
     return any(line.has_failed for line in function.lines)
 
 
-def _sizes_text(symbols: Mapping[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{name}={size}" for name, (size, _) in symbols.items())
+def _sizes_text(symbols: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name}={sizes[0]}" for name, sizes in symbols.items())
 
 
 def annotated_tree(function: Callable[..., Any], *arrays: Any) -> ShapeTrace:
@@ -319,15 +332,13 @@ def annotated_tree(function: Callable[..., Any], *arrays: Any) -> ShapeTrace:
 
     It has the arguments and the result of the call itself, also if no function is typed.
     """
-    symbols: dict[str, tuple[int, int]] = {}
-    first = tuple(_array(array, symbols, 0) for array in arrays)
-    second = tuple(_array(array, symbols, 1) for array in arrays)
-    tree = _tree_of_call(function, first)
-    if not symbols:
-        return tree
-    named = with_symbols(tree, _tree_of_call(function, second), symbols)
+    symbols = _open_sizes(arrays)
+    trees = (_tree_of_call(function, inputs) for inputs in _arguments_at_points(arrays, symbols))
+    first = next(trees)
+    names = list(first.arguments)
+    named = name_sizes(itertools.chain([first], trees), symbols).tree
     # JAX sorts the keys of a dict.
-    named.arguments = {name: named.arguments[name] for name in tree.arguments}
+    named.arguments = {name: named.arguments[name] for name in names}
     return named
 
 
@@ -368,25 +379,45 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     return names
 
 
-def _array(array: Any, symbols: dict[str, tuple[int, int]], which: int) -> Any:
-    """Return an abstract array for an argument; new symbols of a text get their sizes."""
+def _open_sizes(arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of each name in the texts among some arrays."""
+    symbols: dict[str, tuple[int, ...]] = {}
+    for array in arrays:
+        if not isinstance(array, str):
+            continue
+        _, dimensions = parse_array(array)
+        for name in names_in(dimensions):
+            if name in symbols:
+                continue
+            if len(symbols) == len(_SIZES):
+                raise ValueError(f"{array!r}: at most {len(_SIZES)} names are open sizes")
+            symbols[name] = _SIZES[len(symbols)]
+    return symbols
+
+
+def _arguments_at_points(
+    arrays: Sequence[Any], symbols: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments with each of the sizes of the symbols."""
+    points = 1
+    if symbols:
+        points = len(_SIZES[0])
+    for point in range(points):
+        sizes = {name: numbers[point] for name, numbers in symbols.items()}
+        yield tuple(_array(array, sizes) for array in arrays)
+
+
+def _array(array: Any, sizes: Mapping[str, int]) -> Any:
+    """Return an abstract array for a text, and any other argument as it is."""
     if not isinstance(array, str):
         return array
     dtype, dimensions = parse_array(array)
     shape = []
     for size in dimensions.split():
-        for name in names_in(size):
-            if name in symbols:
-                continue
-            position = len(symbols)
-            if position == len(_SIZES):
-                raise ValueError(f"{array!r}: at most {len(_SIZES)} names are open sizes")
-            # Each pair has a difference of its own, so that sums of sizes have theirs.
-            symbols[name] = (_SIZES[position], _SIZES[position] + 2 + 3 * position)
-        numbers = {name: pair[which] for name, pair in symbols.items()}
-        number = evaluate_size(size, numbers)
+        number = evaluate_size(size, sizes)
         if number < 0:
-            raise ValueError(f"{array!r}: {size} is {number} for {_sizes_text(symbols)}")
+            numbers = ", ".join(f"{name}={number}" for name, number in sizes.items())
+            raise ValueError(f"{array!r}: {size} is {number} for {numbers}")
         shape.append(number)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
@@ -451,11 +482,6 @@ class _Record:
     name: str
     shapes: tuple[Shape, ...]
     statistics: tuple[Statistics | None, ...] = ()
-
-    @property
-    def what(self) -> tuple[_Place, int, str, tuple[int, ...]]:
-        """What has shapes, and the rank of each."""
-        return self.place, self.line, self.name, tuple(len(each.dimensions) for each in self.shapes)
 
 
 class _Recording:
@@ -736,15 +762,12 @@ def _shape(array: Any) -> Shape:
     return Shape(dtype, tuple(("", size) for size in array.shape))
 
 
-def _with_symbols(
-    first: list[_Record], second: list[_Record], symbols: Mapping[str, tuple[int, int]]
-) -> list[_Record]:
-    """Return the records of the first sizes, with names for sizes that differ in the second."""
-    named = []
-    for one, other in zip(first, second, strict=True):
-        shapes: Any = with_symbols(one.shapes, other.shapes, symbols)  # type: ignore[arg-type]
-        named.append(dataclasses.replace(one, shapes=shapes))
-    return named
+def _tree_of_records(records: list[_Record]) -> dict[Any, tuple[Shape, ...]]:
+    """Return the shapes of records by what they are the shapes of, in their order."""
+    tree = {}
+    for index, record in enumerate(records):
+        tree[index, record.place, record.line, record.name] = record.shapes
+    return tree
 
 
 # --- source --------------------------------------------------------------------------------------

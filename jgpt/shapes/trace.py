@@ -3,9 +3,8 @@
 import dataclasses
 import html
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -17,7 +16,8 @@ from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import by_dimension, is_array
 
-NAME = r"[\w*]+(?==)"
+NAME = r"[\w*/+()-]+(?==)"
+"""The name of a dimension in a printed shape; it may be an expression such as `2*embed_dim`."""
 COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 """Colours that are legible on black and on white."""
 
@@ -36,7 +36,7 @@ def name_colours(text: str) -> dict[str, str]:
 class Shape:
     """The dtype of an array, and the name and the size of each dimension.
 
-    The name is empty where the annotation has an expression.
+    The name is empty where the annotation has none, and may be an expression: `2*embed_dim`.
     """
 
     dtype: str
@@ -287,53 +287,18 @@ def _shapes_of_tree(leaf_annotation: Any, tree: Any) -> list[Shape]:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a dimension without marks, or an empty text for an expression or `...`."""
-    # `{self.config.embed_dim}` is embed_dim
-    plain = re.sub(r"^[*#?]*\{?(?:\w+\.)*(\w+)\}?$", r"\1", name).lstrip("?*#")
-    # A number such as 4 is no name: its size would be shown as `4=4`.
-    if re.fullmatch(r"[^\W\d]\w*(\*\w+)?", plain):
-        return plain
-    return ""
+    """Return the name of a dimension without marks, or an empty text for one without a name.
 
-
-# --- sizes named by symbols ----------------------------------------------------------------------
-
-
-def with_symbols(
-    first: ShapeTrace, second: ShapeTrace, symbols: Mapping[str, tuple[int, int]]
-) -> ShapeTrace:
-    """Return a trace whose sizes have names where they differ from those of another trace.
-
-    `symbols` has the two sizes of each name. They need differences of their own, so that no size
-    is also one more than another. Other sizes that differ are `?`.
+    `{self.config.embed_dim}` is embed_dim, and `2*{self.embed_dim}` is 2*embed_dim.
     """
-    # A size that is the same in both traces is a number.
-    open_sizes = {}
-    factor = 1
-    for name, (first_size, second_size) in symbols.items():
-        if first_size == second_size:
-            factor *= first_size
-        else:
-            open_sizes[name] = (first_size, second_size)
-
-    names = {}
-    # One more than each size, such as the tokens of a text with their targets.
-    for name, (first_size, second_size) in open_sizes.items():
-        names[first_size + 1, second_size + 1] = f"{name}+1"
-    # The product of all sizes, such as a batch's tokens in one dimension.
-    first_product = math.prod([factor, *(sizes[0] for sizes in open_sizes.values())])
-    second_product = math.prod([factor, *(sizes[1] for sizes in open_sizes.values())])
-    factors = list(open_sizes)
-    if factor > 1:
-        factors.insert(0, str(factor))
-    names[first_product, second_product] = "*".join(factors)
-    # The plain names come last: the product of a batch with one token is the batch.
-    for name, sizes in open_sizes.items():
-        names[sizes] = name
-
-    def named(first_leaf: Any, second_leaf: Any) -> Any:
-        if first_leaf == second_leaf:
-            return first_leaf
-        return names.get((first_leaf, second_leaf), "?")
-
-    return jax.tree.map(named, first, second)
+    plain = name.lstrip("?*#")
+    plain = re.sub(r"(?:\w+\.)+(\w+)", r"\1", plain)
+    plain = re.sub(r"^\{([^{}]*)\}$", r"\1", plain)
+    plain = re.sub(r"\{(\w+)\}", r"\1", plain)
+    # Braces are computed before what is around them.
+    plain = plain.replace("{", "(").replace("}", ")")
+    # A number such as 4 is no name: its size would be shown as `4=4`.
+    has_call = re.search(r"\w\(", plain) is not None
+    if has_call or not re.search(r"[A-Za-z]", plain) or not re.fullmatch(r"[\w*/+()-]+", plain):
+        return ""
+    return plain

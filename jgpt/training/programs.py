@@ -26,6 +26,18 @@ class Program(NamedTuple):
         return shape_trace(self.function, *self.arguments)
 
 
+def sizes_to_trace(block_size: int) -> dict[str, tuple[int, ...]]:
+    """Return batches and lengths to trace, from which expressions in b and t are found.
+
+    The first two lengths are near each other, since a program may do something else at a half. Some
+    product of both is odd, so that it differs from itself rounded to an even number.
+    """
+    times = (max(block_size - 1, 1), block_size, block_size // 2 + 1, max(block_size - 2, 1))
+    if block_size == 1:
+        times = (1, 1, 1, 1)
+    return {"b": (3, 4, 5, 9), "t": times}
+
+
 def forward_program(config: TrainConfig, batch: int, time: int) -> Program:
     """Return the forward pass of `batch` sequences of `time` tokens."""
     graph, weights = nnx.split(abstract_model(config.model))

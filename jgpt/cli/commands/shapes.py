@@ -1,6 +1,8 @@
 """`jgpt shapes`: a forward pass as a tree of calls."""
 
 import dataclasses
+from collections.abc import Iterable
+from itertools import chain
 from json import dumps
 from typing import Annotated, Any
 
@@ -99,34 +101,37 @@ def shapes(
             make_program = programs.decode_program
         elif train:
             make_program = programs.train_program
-        # Traced with two batches and two lengths: a size that differs is named after what fits
-        # both. One that was given is the same in both, and stays a number.
-        longest = config.model.block_size
-        # The batches differ by 2 and the lengths by 1, so that the difference of a size tells which
-        # of them it follows: `time + 1`, the length of a window, also differs by 1.
-        batches = (batch or 2, batch or 4)
-        times = (time or max(longest - 1, 1), time or longest)
-        symbols = {"b": batches, "t": times}
+        symbols = programs.sizes_to_trace(config.model.block_size)
+        # A size that was given stays a number.
+        for name, value in (("b", batch), ("t", time)):
+            if value is not None:
+                symbols[name] = (value,) * len(symbols[name])
+        points = list(zip(*symbols.values(), strict=True))
+        if len(set(points)) == 1:
+            del points[1:]
         with source_shown(config):
-            traced = [make_program(config, batches[0], times[0])]
-            if batches[0] != batches[1] or times[0] != times[1]:
-                traced.append(make_program(config, batches[1], times[1]))
+            first = make_program(config, *points[0])
+        # Making a program takes a part of a second, so others are made when they are needed.
+        others = (make_program(config, *point) for point in points[1:])
     if source:
-        return _show_source(traced, symbols, config.model, train, of, json)
+        return _show_source(first, others, symbols, config.model, train, of, json)
     with source_shown(config):
-        return _show_tree(traced, symbols, depth or 3, json)
+        return _show_tree(first, others, symbols, depth or 3, json)
 
 
 def _show_tree(
-    traced: list[Any], symbols: dict[str, tuple[int, int]], depth: int, json: bool
+    first: Any,
+    others: Iterable[Any],
+    symbols: dict[str, tuple[int, ...]],
+    depth: int,
+    json: bool,
 ) -> Lines:
-    """Print the tree of calls in one or two programs, or return it as JSON."""
-    from jgpt.shapes.trace import name_colours, with_symbols
+    """Print the tree of calls in a program at some sizes, or return it as JSON."""
+    from jgpt.shapes.expressions import name_sizes
+    from jgpt.shapes.trace import name_colours
 
-    traces = [program.trace() for program in traced]
-    tree = traces[0]
-    if len(traces) == 2:
-        tree = with_symbols(traces[0], traces[1], symbols)
+    traces = (program.trace() for program in chain([first], others))
+    tree = name_sizes(traces, symbols).tree
     if json:
         return [dumps(tree.as_json())]
     lines = tree.lines(depth)
@@ -135,8 +140,9 @@ def _show_tree(
 
 
 def _show_source(
-    traced: list[Any],
-    symbols: dict[str, tuple[int, int]],
+    first: Any,
+    others: Iterable[Any],
+    symbols: dict[str, tuple[int, ...]],
     model: ModelConfig,
     train: bool,
     of: str | None,
@@ -148,8 +154,8 @@ def _show_source(
 
     folders = folders_of(abstract_model(model))
     if train:
-        folders |= folders_of(traced[0].function)
-    source = source_of_calls(traced, symbols, folders)
+        folders |= folders_of(first.function)
+    source = source_of_calls(chain([first], others), symbols, folders)
     if of is not None:
         source = source.of(of)
     if json:

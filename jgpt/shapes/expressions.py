@@ -1,0 +1,242 @@
+"""Sizes named by expressions in open sizes, such as `2*t`, from traces at a few points.
+
+A point gives each open size a number. Expressions are sums, products and quotients of open sizes.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+LEAST_POINTS = 3
+"""Two points always lie on a line; the third shows whether it is the right one."""
+MOST_FACTORS = 3
+MOST_DIVISOR = 128
+_COUNT = " arrays"
+"""The end of a text that counts the arrays in a tree, such as `5 arrays`."""
+
+
+class NamedSizes(NamedTuple):
+    """A tree in which open sizes have names."""
+
+    tree: Any
+    other_points: list[int]
+    """The points at which the tree has other parts."""
+
+
+def name_sizes(trees: Iterable[Any], symbols: Mapping[str, Sequence[int]]) -> NamedSizes:
+    """Return the first tree, with expressions for the sizes that are not the same in all trees.
+
+    Each tree has the sizes at one point. `symbols` has the numbers of each open size at all points.
+    Trees are taken until each size has exactly one expression; a size is `?` if none is left or
+    several are. A tree with other parts than the first is skipped. If it is the second one, whose
+    point is the nearest, sizes stay numbers.
+    """
+    remaining = iter(trees)
+    first = next(remaining)
+    structure = jax.tree.structure(first)
+    leaves = [jax.tree.leaves(first)]
+    points = [0]
+    other_points = []
+    names: dict[tuple[int, ...], set[str]] = {}
+    for point, tree in enumerate(remaining, start=1):
+        if jax.tree.structure(tree) != structure:
+            other_points.append(point)
+            if point == 1:
+                break
+            continue
+        leaves.append(jax.tree.leaves(tree))
+        points.append(point)
+        names = _expressions_of_leaves(leaves, points, symbols)
+        are_clear = all(len(expressions) == 1 for expressions in names.values())
+        if len(points) >= LEAST_POINTS and are_clear:
+            break
+    named = []
+    for values in zip(*leaves, strict=True):
+        named.append(_name(values, names))
+    return NamedSizes(jax.tree.unflatten(structure, named), other_points)
+
+
+def _expressions_of_leaves(
+    leaves: list[list[Any]], points: list[int], symbols: Mapping[str, Sequence[int]]
+) -> dict[tuple[int, ...], set[str]]:
+    """Return the expressions that fit each size that differs between points."""
+    symbols_at_points = {}
+    for name, numbers in symbols.items():
+        symbols_at_points[name] = tuple(numbers[point] for point in points)
+    names = {}
+    for values in set(zip(*leaves, strict=True)):
+        sizes = _sizes(values)
+        if sizes is not None and len(set(sizes)) > 1:
+            names[sizes] = fitting_expressions(sizes, symbols_at_points)
+    return names
+
+
+def _sizes(values: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Return the sizes in leaves, which are integers or such texts as `5 arrays`."""
+    sizes = []
+    for value in values:
+        number = value
+        if isinstance(value, str):
+            number = value.removesuffix(_COUNT)
+            if number == value or not number.isdigit():
+                return None
+        sizes.append(int(number))
+    return tuple(sizes)
+
+
+def _name(values: tuple[Any, ...], names: Mapping[tuple[int, ...], set[str]]) -> Any:
+    first = values[0]
+    if len(set(values)) == 1:
+        return first
+    sizes = _sizes(values)
+    expressions: set[str] = set()
+    if sizes is not None:
+        expressions = names[sizes]
+    name = "?"
+    if len(expressions) == 1:
+        (name,) = expressions
+    if isinstance(first, str) and first.endswith(_COUNT):
+        return name + _COUNT
+    return name
+
+
+# --- expressions ---------------------------------------------------------------------------------
+
+
+def fitting_expressions(sizes: Sequence[int], symbols: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the expressions that have the given sizes at all points.
+
+    Each symbol has a number at each point. Sums of two products, such as `b*t+b`, have three
+    numbers to find, so they need four points, and are tried where nothing simpler fits.
+    """
+    found = set()
+    single_products = {}
+    for product in _products(symbols):
+        values = _values(product, symbols)
+        line = _fitting_line("*".join(product), values, sizes)
+        if line is not None:
+            found.add(line)
+        # A quotient of a square is rare, and it is often like a size where sizes are small.
+        if len(set(product)) == len(product):
+            single_products["*".join(product)] = values
+    for product, values in single_products.items():
+        found |= _fitting_quotients(product, values, sizes)
+    if not found and len(sizes) > LEAST_POINTS:
+        for one, other in itertools.combinations(single_products, 2):
+            plane = _fitting_plane(one, single_products[one], other, single_products[other], sizes)
+            if plane is not None:
+                found.add(plane)
+    return found
+
+
+def _products(symbols: Mapping[str, Sequence[int]]) -> list[tuple[str, ...]]:
+    """Return the products of up to three open sizes."""
+    open_sizes = [name for name, numbers in symbols.items() if len(set(numbers)) > 1]
+    products: list[tuple[str, ...]] = []
+    for factors in range(1, MOST_FACTORS + 1):
+        products += itertools.combinations_with_replacement(open_sizes, factors)
+    return products
+
+
+def _values(product: tuple[str, ...], symbols: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return the values of a product at all points."""
+    values = []
+    for numbers in zip(*(symbols[name] for name in product), strict=True):
+        values.append(math.prod(numbers))
+    return values
+
+
+def _fitting_line(product: str, values: Sequence[int], sizes: Sequence[int]) -> str | None:
+    """Return such an expression as `2*t-1`, if it has the sizes for the values of a product."""
+    for value, size in zip(values, sizes, strict=True):
+        if value == values[0]:
+            continue
+        slope, rest = divmod(size - sizes[0], value - values[0])
+        if slope == 0 or rest != 0:
+            return None
+        constant = sizes[0] - slope * values[0]
+        if list(sizes) != [slope * value + constant for value in values]:
+            return None
+        return _sum_text([(slope, product), (constant, "")])
+    return None  # the product is the same at all points
+
+
+def _fitting_quotients(product: str, values: Sequence[int], sizes: Sequence[int]) -> set[str]:
+    """Return such expressions as `t//2` and `64*((t+63)//64)` with the given sizes."""
+    found = set()
+    common = math.gcd(*sizes)
+    for factor in range(1, min(common, MOST_DIVISOR) + 1):
+        if common % factor != 0:
+            continue
+        quotients = [size // factor for size in sizes]
+        for divisor in range(2, MOST_DIVISOR + 1):
+            # The quotient rounded down, rounded up, and that of one less.
+            for constant in {0, divisor - 1, -1}:
+                if quotients != [(value + constant) // divisor for value in values]:
+                    continue
+                dividend = _sum_text([(1, product), (constant, "")])
+                if constant != 0:
+                    dividend = f"({dividend})"
+                text = f"{dividend}//{divisor}"
+                if factor > 1:
+                    text = f"{factor}*({text})"
+                found.add(text)
+    return found
+
+
+def _fitting_plane(
+    first: str,
+    first_values: Sequence[int],
+    second: str,
+    second_values: Sequence[int],
+    sizes: Sequence[int],
+) -> str | None:
+    """Return such an expression as `b*t+2*b` with the given sizes, for the values of two
+    products."""
+    rows = []
+    for point in (1, 2):
+        rows.append(
+            (
+                first_values[point] - first_values[0],
+                second_values[point] - second_values[0],
+                sizes[point] - sizes[0],
+            )
+        )
+    (a, b, size), (c, d, other_size) = rows
+    # Cramer's rule for two equations.
+    determinant = a * d - b * c
+    if determinant == 0:
+        return None
+    first_slope, first_rest = divmod(size * d - b * other_size, determinant)
+    second_slope, second_rest = divmod(a * other_size - size * c, determinant)
+    if first_rest != 0 or second_rest != 0 or 0 in (first_slope, second_slope):
+        return None
+    constant = sizes[0] - first_slope * first_values[0] - second_slope * second_values[0]
+    for one, other, expected in zip(first_values, second_values, sizes, strict=True):
+        if first_slope * one + second_slope * other + constant != expected:
+            return None
+    return _sum_text([(first_slope, first), (second_slope, second), (constant, "")])
+
+
+def _sum_text(terms: list[tuple[int, str]]) -> str:
+    """Return a sum of products with factors; the empty product is 1."""
+    # Negative terms come last: `64-t` rather than `-t+64`.
+    ordered = sorted(terms, key=lambda term: term[0] < 0)
+    text = ""
+    for factor, product in ordered:
+        if factor == 0:
+            continue
+        if factor < 0:
+            text += "-"
+        elif text:
+            text += "+"
+        if not product:
+            text += str(abs(factor))
+        elif abs(factor) == 1:
+            text += product
+        else:
+            text += f"{abs(factor)}*{product}"
+    return text

@@ -1,0 +1,89 @@
+"""Sizes are named by the one expression that fits them at all points, or not at all."""
+
+import jax
+import pytest
+
+from jgpt.shapes.expressions import LEAST_POINTS, fitting_expressions, name_sizes
+from jgpt.shapes.source import annotated_source
+from jgpt.training.programs import sizes_to_trace
+from tests.test_source import shown
+
+SYMBOLS = {"b": (3, 4, 5, 9), "t": (1023, 1024, 513, 1022)}
+
+
+@pytest.mark.parametrize(
+    ("expression", "size"),
+    [
+        ("b", lambda b, t: b),
+        ("t", lambda b, t: t),
+        ("2*t", lambda b, t: 2 * t),
+        ("t-1", lambda b, t: t - 1),
+        ("2*t-1", lambda b, t: 2 * t - 1),
+        ("64-b", lambda b, t: 64 - b),
+        ("t+64", lambda b, t: t + 64),
+        ("b*t", lambda b, t: b * t),
+        ("768*b*t", lambda b, t: 768 * b * t),
+        ("b*t*t", lambda b, t: b * t * t),
+        ("t//2", lambda b, t: t // 2),
+        ("(t-1)//2", lambda b, t: (t - 1) // 2),
+        ("(t+63)//64", lambda b, t: (t + 63) // 64),
+        ("64*((t+63)//64)", lambda b, t: 64 * ((t + 63) // 64)),
+        ("b+b*t", lambda b, t: b * t + b),
+        ("b+t+5", lambda b, t: b + t + 5),
+    ],
+)
+def test_a_size_has_the_expression_that_made_it(expression, size):
+    sizes = []
+    for b, t in zip(*SYMBOLS.values(), strict=True):
+        sizes.append(size(b, t))
+    assert fitting_expressions(sizes, SYMBOLS) == {expression}
+
+
+def test_a_size_that_several_expressions_fit_is_traced_once_more():
+    """With three lengths, of which two are equal, `t*t` is `7*t-12` as well."""
+    symbols = {"b": (3, 4, 5, 9), "t": (3, 4, 3, 2)}
+    traced = []
+
+    def trees():
+        for time in symbols["t"]:
+            traced.append(time)
+            yield [time * time, time]
+
+    assert name_sizes(trees(), symbols).tree == ["t*t", "t"]
+    assert traced == [3, 4, 3, 2]
+    assert len(traced) > LEAST_POINTS
+
+    three = {name: numbers[:3] for name, numbers in symbols.items()}
+    trees_of_three = ([time * time, time] for time in three["t"])
+    assert name_sizes(trees_of_three, three).tree == ["?", "t"]
+
+
+def test_a_size_without_an_expression_has_no_name():
+    smaller = [[min(t, 64)] for t in (101, 103, 50, 91)]
+    assert name_sizes(smaller, {"t": (101, 103, 50, 91)}).tree == ["?"]
+
+
+@pytest.mark.parametrize("block_size", range(2, 10))
+def test_small_block_sizes_have_the_right_names(block_size):
+    symbols = sizes_to_trace(block_size)
+    trees = []
+    for b, t in zip(*symbols.values(), strict=True):
+        trees.append([b, t, t + 1, b * t])
+    assert name_sizes(trees, symbols).tree == ["b", "t", "t+1", "b*t"]
+
+
+def test_the_lines_of_a_function_have_expressions():
+    def parts(x):
+        twice = jax.numpy.concatenate([x, x], axis=1)
+        half = x[:, : x.shape[1] // 2]
+        rest = x[:, 1:]
+        flat = x.reshape(-1)
+        return twice, half, rest, flat
+
+    lines = shown(annotated_source(parts, "float32[b t 8]"))["parts"]
+    assert [line.rpartition(" | ")[2] for line in lines[1:5]] == [
+        "twice: float32[b 2*t 8]",
+        "half: float32[b t//2 8]",
+        "rest: float32[b t-1 8]",
+        "flat: float32[8*b*t]",
+    ]
