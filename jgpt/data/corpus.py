@@ -257,7 +257,7 @@ def read_blocks(
             names += f" and {len(changed) - 1} more"
         warn(
             f"{names}: carriage returns are read as newlines, and byte-order marks are dropped; "
-            "universal_newlines=False (--no-universal-newlines) keeps both"
+            "universal_newlines=False keeps both"
         )
 
 

@@ -137,7 +137,7 @@ def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
     assert read_text(sources, warn=said.append) == "d\ufeff\nea\nb\nc\nd\ne"
     assert said == [
         f"{others[0]} and 2 more: carriage returns are read as newlines, and byte-order marks are "
-        "dropped; universal_newlines=False (--no-universal-newlines) keeps both"
+        "dropped; universal_newlines=False keeps both"
     ]
     for source in others:
         read_text([source], warn=said.append)
