@@ -209,11 +209,14 @@ def imported_beside(path: Path) -> dict[Path, str]:
         file = unread.pop()
         try:
             source = file.read_bytes()
-            tree = ast.parse(source)
-        except (OSError, SyntaxError, ValueError):
+        except OSError:
             continue
         if file != path:
             found[file] = hashlib.sha256(source).hexdigest()
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # a file that can't be run is imported all the same
+            continue
         for imported in _imports(tree, file, path.parent):
             if imported != path and imported not in found:
                 unread.append(imported)

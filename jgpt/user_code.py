@@ -78,24 +78,31 @@ def describe_error(error: BaseException) -> str | None:
     """
     if isinstance(error, CustomCodeError):
         return str(error)
+    place = place_of_error(error)
+    if place is None:
+        return None
+    path, number = place
     message = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        line = (error.text or "").strip()
+    else:
+        line = linecache.getline(str(path), number).strip()
+    return f"{_shown(path)}, line {number}: {line}: {message}"
+
+
+def place_of_error(error: BaseException) -> tuple[Path, int] | None:
+    """Return the file that `load_code` has run, and the line, where an error was raised.
+
+    For a result that `jgpt.typed` rejects, this is where the function begins. Return None for an
+    error that no such file has raised.
+    """
+    if isinstance(error, CustomCodeError) and error.__cause__ is not None:
+        return place_of_error(error.__cause__)
     files = set(_loaded)
     for path in _loaded:
         files.update(imported_beside(path))
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in files:
-        line = (error.text or "").strip()
-        return f"{_shown(Path(error.filename))}, line {error.lineno}: {line}: {message}"
-    place = _place_of(error, files)
-    if place is None:
-        return None
-    return f"{place}: {message}"
-
-
-def _place_of(error: BaseException, files: set[Path]) -> str | None:
-    """Return the last place in some files that an error passed: file, line number and source line.
-
-    For a result that `jgpt.typed` rejects, this is where the function begins.
-    """
+        return Path(error.filename), error.lineno or 1
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
         if path not in files:
@@ -109,8 +116,7 @@ def _place_of(error: BaseException, files: set[Path]) -> str | None:
             number = code.co_firstlineno  # that of the first decorator
             while linecache.getline(str(path), number).lstrip().startswith("@"):
                 number += 1
-        line = linecache.getline(str(path), number).strip()
-        return f"{_shown(path)}, line {number}: {line}"
+        return path, number
     return None
 
 

@@ -53,10 +53,7 @@ def show(
             tree = _tree(function, arrays)
             return _show_tree(tree, depth, json=json)
         annotated = annotated_source(function, *arrays, of=of)
-    if json:
-        return [dumps(annotated.as_json(), allow_nan=False)]
-    print_source(annotated)
-    return []
+    return lines_of_source(annotated, json=json)
 
 
 def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
@@ -94,10 +91,7 @@ def show_values(run: str, prompt: str, model: str | None, *, of: str | None, jso
         if len(tokens) == 0:
             raise OptionError("--prompt has no token: write a text")
         annotated = annotated_source(loaded, jnp.asarray(tokens)[None], of=of, values=True)
-    if json:
-        return [dumps(annotated.as_json(), allow_nan=False)]
-    print_source(annotated)
-    return []
+    return lines_of_source(annotated, json=json)
 
 
 def _require_arrays(named: str, function: Callable[..., Any], arrays: tuple[str, ...]) -> None:
@@ -123,11 +117,23 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def print_source(source: Any) -> None:
-    """Print an `AnnotatedSource`. Raises ValueError with its error if it has one."""
-    print_lines(source, open_console())
+class SourceError(ValueError):
+    """The error that ended a trace, with the source up to its line as JSON."""
+
+    def __init__(self, message: str, document: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.document = document
+
+
+def lines_of_source(source: Any, *, json: bool) -> Lines:
+    """Print an `AnnotatedSource`, or return it as JSON. Raises SourceError if it has an error."""
+    if not json:
+        print_lines(source, open_console())
     if source.error is not None:
-        raise ValueError(source.error)
+        raise SourceError(source.error, source.as_json())
+    if json:
+        return [dumps(source.as_json(), allow_nan=False)]
+    return []
 
 
 def print_lines(source: Any, console: Any) -> None:

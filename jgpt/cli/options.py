@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -497,6 +497,32 @@ def describe_presets(width: int) -> list[str]:
         line = f"{name:<{column}}{summary}{mark}; {config.steps:,} steps"
         lines.append(textwrap.fill(line, width, subsequent_indent=indent))
     return lines
+
+
+def words_of(command: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
+    """The words that `parse` reads as these arguments of a command, without those by default."""
+    hints = get_type_hints(command, include_extras=True)
+    words = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        value = values[name]
+        spec = next((part for part in get_args(hints[name]) if isinstance(part, OptionSpec)), None)
+        if spec is not None and spec.positional:
+            if isinstance(value, tuple):
+                words.extend(value)
+            elif value is not None:
+                words.append(str(value))
+            continue
+        if value == parameter.default:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, tuple):
+            for part in value:
+                words.append(f"{flag}={part}")
+        else:
+            words.append(f"{flag}={value}")
+    return words
 
 
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:

@@ -89,7 +89,7 @@ def _sizes(values: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 def _name(values: tuple[Any, ...], names: Mapping[tuple[int, ...], set[str]]) -> Any:
     first = values[0]
-    if len(set(values)) == 1:
+    if all(value == first for value in values):
         return first
     sizes = _sizes(values)
     expressions: set[str] = set()

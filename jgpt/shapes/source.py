@@ -109,6 +109,8 @@ class FunctionSource:
     name: str
     calls: int
     lines: tuple[SourceLine, ...]
+    path: str = ""
+    """The file's whole path, or the name of what isn't on disk. `file` is short, to be read."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class AnnotatedSource:
     """A remark about the sizes, in one line."""
     reason: str | None = None
     """One sentence on the operands that don't fit, if the error is one of shapes."""
+    error_place: tuple[str, int] | None = None
+    """The path and the line that failed, if it is in a function that is shown."""
 
     def of(self, text: str) -> "AnnotatedSource":
         """Return the functions whose name, or the name of whose file, contains a text.
@@ -183,8 +187,18 @@ class AnnotatedSource:
         return "<pre>" + "\n".join(lines) + "</pre>"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the source as plain data."""
-        return dataclasses.asdict(self)
+        """Return the source as plain data; docs/editors.md describes the fields."""
+        error = None
+        if self.error is not None:
+            path, line = self.error_place or (None, None)
+            error = {"message": self.error, "path": path, "line": line}
+        functions = [dataclasses.asdict(function) for function in self.functions]
+        return {
+            "functions": functions,
+            "error": error,
+            "reason": self.reason,
+            "note": self.note,
+        }
 
 
 def _heading(function: FunctionSource) -> str:
@@ -316,7 +330,11 @@ def _annotated(
     functions.sort(key=_has_failed)  # what has failed is printed last, just above the error
     error = _text_of(records, "error")
     reason = _text_of(records, "reason")
-    return AnnotatedSource(tuple(functions), error, note, reason)
+    error_place = None
+    if recording.failed is not None:
+        place, line = recording.failed
+        error_place = (place.file, line)
+    return AnnotatedSource(tuple(functions), error, note, reason, error_place)
 
 
 def _has_failed(function: FunctionSource) -> bool:
@@ -919,7 +937,8 @@ def _function_source(
         lines.append(line)
         if has_failed:
             break
-    return FunctionSource(_short(place.file), place.name, recording.calls[place], tuple(lines))
+    calls = recording.calls[place]
+    return FunctionSource(_short(place.file), place.name, calls, tuple(lines), place.file)
 
 
 def _short(file: str) -> str:

@@ -435,7 +435,7 @@ def test_a_size_that_is_not_given_is_a_symbol_beside_one_that_is(calls, given, s
     assert symbol in type_in("shapes", "run", *given, "--depth", 1)
 
 
-def test_the_source_of_shapes(calls, monkeypatch):
+def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
     line = SourceLine(1, "a line", (), is_reached=True)
     functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]
     source = AnnotatedSource(tuple(functions))
@@ -443,6 +443,26 @@ def test_the_source_of_shapes(calls, monkeypatch):
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
     said = type_in("shapes", "run", "--source", "--of", "attend")
     assert said == "file.py: attend\na line\n"
+
+    calls.note("jgpt.cli.functions.show_values", ["values"])
+    words = ("--model", "m.py:GPT", "--source", "--of", "attend", "--prompt", "a b")
+    assert type_in("shapes", "run", *words) == "values\n"
+    assert calls["show_values"] == {
+        "run": "run",
+        "prompt": "a b",
+        "model": "m.py:GPT",
+        "of": "attend",
+        "json": False,
+    }
+
+    (tmp_path / "m.py").touch()
+    calls.note("jgpt.cli.commands.shapes.follow_file", stop=True)
+    type_in("shapes", "run", "--model", "m.py:GPT", "--source", "--follow", cwd=tmp_path)
+    assert calls["follow_file"] == {
+        "path": tmp_path / "m.py",
+        "words": ["shapes", "run", "--model=m.py:GPT", "--source"],
+        "is_json": False,
+    }
 
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):

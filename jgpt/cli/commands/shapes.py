@@ -1,18 +1,24 @@
 """`jgpt shapes`: a forward pass as a tree of calls."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 from jgpt.cli import functions, runs, terminal
 from jgpt.cli.arguments import Lines, ModelOption
 from jgpt.cli.failing import source_shown
-from jgpt.cli.options import OptionError, OptionSpec
-from jgpt.cli.terminal import open_console, say
+from jgpt.cli.follow import follow as follow_file
+from jgpt.cli.options import OptionError, OptionSpec, words_of
+from jgpt.cli.terminal import on_one_line, open_console, say
 from jgpt.config import ModelConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS
+from jgpt.refusal import message_of
+from jgpt.user_code import describe_error, place_of_error
 
 
 def shapes(
@@ -42,6 +48,7 @@ def shapes(
     of: Annotated[str | None, OptionSpec("TEXT")] = None,
     prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
     json: bool = False,
+    follow: bool = False,
 ) -> Lines:
     """Show the forward pass as a tree of calls, with the shape of each result.
 
@@ -56,7 +63,9 @@ def shapes(
         prompt: With --source, compute a run's model for this text, and show the mean, the
             standard deviation and what is not finite.
         json: Print one JSON object.
+        follow: With --source, show it again whenever the custom model's file is saved.
     """
+    given = dict(locals())  # before other variables are added
     for name, value in (("batch", batch), ("time", time), ("depth", depth)):
         if value is not None and value < 1:
             raise OptionError(f"--{name} {value} must be positive")
@@ -77,6 +86,34 @@ def shapes(
                 raise OptionError(f"--prompt shows the values of one text: leave out {flag}")
         if functions.is_code(what) or what in PRESETS:
             raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
+    if follow and not source:
+        raise OptionError("--follow shows --source again: give both")
+    if follow:
+        path = _followed_file(what, model)
+        words = words_of(shapes, given | {"follow": False})
+        follow_file(path, ["shapes", *words], is_json=json)
+    with _strict_json(json, source):
+        return _show(
+            what, arrays, model, batch, time, depth, decode, train, source, of, prompt, json
+        )
+
+
+def _show(
+    what: str,
+    arrays: tuple[str, ...],
+    model: str | None,
+    batch: int | None,
+    time: int | None,
+    depth: int | None,
+    decode: bool,
+    train: bool,
+    source: bool,
+    of: str | None,
+    prompt: str | None,
+    json: bool,
+) -> Lines:
+    """Print the tree of calls or the source, or return it as JSON."""
+    if prompt is not None:
         return functions.show_values(what, prompt, model, of=of, json=json)
     if functions.is_code(what):
         if model is not None:
@@ -119,6 +156,52 @@ def shapes(
         return _show_tree(first, others, symbols, depth or 3, json)
 
 
+def _followed_file(what: str, model: str | None) -> Path:
+    """Return the file of the custom model. Raises OptionError if there is none."""
+    for named in (model, what):
+        file, _, name = (named or "").rpartition(":")
+        if file.endswith(".py") and name:
+            if not Path(file).exists():
+                raise OptionError(f"{file} doesn't exist: --follow needs a file")
+            return Path(file).resolve()
+    raise OptionError("--follow needs a file of yours, such as --model my_gpt.py:GPT")
+
+
+@contextlib.contextmanager
+def _strict_json(json: bool, source: bool) -> Iterator[None]:
+    """With --json, keep what a user's code prints apart from the JSON, and print errors as JSON.
+
+    A program that reads the source as JSON reads standard output alone.
+    """
+    if not json:
+        yield
+        return
+    stdout = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except Exception as error:
+        if source:
+            print(dumps(_document(error), allow_nan=False), file=stdout, flush=True)
+        raise
+
+
+def _document(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON, with the place in the user's file where there is one."""
+    if isinstance(error, functions.SourceError):
+        return error.document
+    message = on_one_line(describe_error(error) or message_of(error) or repr(error))
+    path, line = place_of_error(error) or (None, None)
+    if path is not None:
+        path = str(path)
+    return {
+        "functions": [],
+        "error": {"message": message, "path": path, "line": line},
+        "reason": None,
+        "note": None,
+    }
+
+
 def _show_tree(
     first: Any,
     others: Iterable[Any],
@@ -133,7 +216,7 @@ def _show_tree(
     traces = (program.trace() for program in chain([first], others))
     tree = name_sizes(traces, symbols).tree
     if json:
-        return [dumps(tree.as_json())]
+        return [dumps(tree.as_json(), allow_nan=False)]
     lines = tree.lines(depth)
     say(open_console(), *lines, colours=name_colours("\n".join(lines)))
     return []
@@ -158,7 +241,4 @@ def _show_source(
     source = source_of_calls(chain([first], others), symbols, folders)
     if of is not None:
         source = source.of(of)
-    if json:
-        return [dumps(source.as_json())]
-    functions.print_source(source)
-    return []
+    return functions.lines_of_source(source, json=json)
