@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import re
 import shutil
+import sys
 import textwrap
 import typing
 from pathlib import Path
@@ -32,6 +33,7 @@ import jgpt
 from jgpt.words import LEGEND
 
 logger = getLogger(__name__)
+HERE = Path(__file__).resolve().parent
 
 project = html_title = "jgpt"
 author = "the authors of jgpt"
@@ -64,6 +66,8 @@ docs/idea
 docs/shapes_in_your_code
 docs/shared_sizes
 docs/shapes
+docs/read_the_model
+docs/editors
 docs/static
 ```
 ```{toctree}
@@ -99,7 +103,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_copy_source = html_show_copyright = html_show_sphinx = False
 html_static_path = html_css_files = ["site.css"]
-html_search_scorer = str(Path(__file__).with_name("search.js"))
+html_search_scorer = str(HERE / "search.js")
 pygments_style, pygments_dark_style = "a11y-light", "monokai"
 
 myst_heading_anchors = 3
@@ -121,6 +125,24 @@ class Legend(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         entries = "\n\n".join(f"{name}\n  {meaning}" for name, meaning in LEGEND.items())
         return self.parse_text_to_nodes(f"```{{glossary}}\n{entries}\n```")
+
+
+class Annotated(SphinxDirective):
+    """A file of the repository, with the shapes of each line in the margin."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if str(HERE) not in sys.path:
+            sys.path.insert(0, str(HERE))
+        # here, since only the page that needs it should wait for the model to be traced
+        from annotated import annotated_file
+
+        path = HERE.parent / self.arguments[0]
+        self.env.note_dependency(str(path))
+        folder = "../" * self.env.docname.count("/") + "notebooks"
+        text = annotated_file(path, lambda lesson: f"{folder}/{lesson}.html")
+        return [nodes.raw("", text, format="html")]
 
 
 class LinkDimensions(SphinxPostTransform):
@@ -265,6 +287,7 @@ def check_pages(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.add_directive("legend", Legend)
+    app.add_directive("annotated", Annotated)
     app.add_post_transform(LinkDimensions)
     app.add_post_transform(UnlinkFolders)
     app.connect("source-read", add_to_source)

@@ -1,8 +1,10 @@
 """The site is whole: shapes in its signatures, lessons as executed, no link broken."""
 
+import html
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +192,45 @@ def test_the_search_finds_the_answer_first(folder):
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert dict(zip(ANSWERS, found, strict=True)) == ANSWERS
+
+
+MODEL_LINES = {
+    "scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)": "scores: float32[b 4 t t]",
+    "separate = x.reshape(batch, time, heads, features // heads)": "separate: float32[b t 4 32]",
+    "y = self.projection(merge_heads(heads))  # batch time embed_dim": "y: float32[b t 128]",
+    "hidden = self.expansion(x)": "hidden: float32[b t 512]",
+    "logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)": (
+        "logits: float32[b t 65]"
+    ),
+    "loss, gradients = gradients_of(trained, window, step_key)": (
+        "loss: float32[]; gradients: 11 arrays"
+    ),
+    'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",
+    'window = rules.shard_by_name(window, "batch", None)': "window: int32[b t+1]",
+}
+"""Lines of each file that `docs/read_the_model.md` shows."""
+
+
+def test_lines_of_the_model_have_their_shapes(folder, site):
+    page = (folder / "docs" / "read_the_model.html").read_text()
+    shown: dict[str, str] = {}
+    for kind, code, margin in re.findall(
+        r'<div class="(line[^"]*)"><code>(.*?)</code>(.*?)</div>', page
+    ):
+        text = html.unescape(re.sub("<.*?>", "", code)).strip()
+        shown[text] = html.unescape(re.sub("<.*?>", "", margin))
+        if text == "return mask & ~too_long_ago":  # there is no window
+            assert kind == "line not-reached"
+    lessons = [
+        link for link in site[Path("docs/read_the_model.html")].links if "notebooks/" in link
+    ]
+
+    for line, shapes in MODEL_LINES.items():
+        assert shown[line] == shapes
+    assert "?" not in "".join(shown.values())
+    assert len(set(lessons)) > 15
+    for link in lessons:
+        assert Path(os.path.normpath(Path("docs") / link)) in site
 
 
 def test_faults_are_rejected(tmp_path):
