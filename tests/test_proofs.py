@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import jgpt
@@ -646,3 +647,20 @@ if __name__ == "__main__":  # python -m tests.test_proofs writes the record
     for name, proving in PROVEN.items():
         programs[name] = {"arrays": ", ".join(proving.args[1:]), **counts(proving())}
     print(runner.write("proofs", {"programs": programs}, machine))
+
+
+def test_an_error_that_jax_raises_in_shard_map_is_open():
+    """It may be a limit of tracing with symbols; JAX removes its own frames from the traceback."""
+    mesh = jax.make_mesh((1,), ("data",))
+    too_many_axes = PartitionSpec("data", None, "data")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=too_many_axes, out_specs=PartitionSpec())
+    def doubled(x: Array) -> Array:
+        return 2 * x
+
+    filtering = jax.config.values["jax_traceback_filtering"]
+    (case,) = prove(doubled, "float32[b t]").cases
+
+    assert case.verdict == "open"
+    assert "in_specs" in case.detail
+    assert jax.config.values["jax_traceback_filtering"] == filtering

@@ -261,17 +261,17 @@ def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
         for size in sizes:
             if _is_symbolic(size):
                 found |= _symbols_of(size)
+    if found:
+        found |= SIZE_FUNCTIONS  # braces such as {x.shape[0]//2} make them of sizes without any
     return {name: symbol for name, symbol in found.items() if name not in own_names}
 
 
 def _symbols_of(size: Any) -> dict[str, Any]:
-    """Return the symbols and functions in JAX's text of a size, such as `b*floordiv(t, 2)`."""
+    """Return the symbols in JAX's text of a size, such as `b*floordiv(t, 2)`."""
     import jax
 
     found: dict[str, Any] = {}
     for name in re.findall(r"[A-Za-z_]\w*", str(size)):
-        if name in SIZE_FUNCTIONS:
-            found[name] = SIZE_FUNCTIONS[name]
-        elif name not in ("max", "min"):  # Python has these itself
+        if name not in ("max", "min", *SIZE_FUNCTIONS):  # Python has the first two itself
             (found[name],) = jax.export.symbolic_shape(name, scope=size.scope)
     return found

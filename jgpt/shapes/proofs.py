@@ -173,7 +173,7 @@ def _try_case(
         function(*arguments)  # its result may be anything, not only arrays
 
     try:
-        with _LOCK, _raise_on_open_questions(sizes):
+        with _LOCK, _whole_tracebacks(), _raise_on_open_questions(sizes):
             traced = jax.make_jaxpr(call)(*structs)
             _require_whole_reshapes(traced.jaxpr)
     except (InconclusiveDimensionOperation, _Open) as error:
@@ -195,6 +195,20 @@ def _try_case(
     except Exception as error:
         return Case(constraints, "open", _describe_error(error))
     return Case(constraints, "proven")
+
+
+@contextlib.contextmanager
+def _whole_tracebacks() -> Iterator[None]:
+    """Keep JAX's frames in the tracebacks of the block: the last one says who has raised the error.
+
+    Without it, `jax.shard_map` with wrong specs would look like an error of the program.
+    """
+    before = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
 
 
 def _require_whole_reshapes(jaxpr: Any) -> None:

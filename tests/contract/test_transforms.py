@@ -165,3 +165,25 @@ def test_a_symbolic_integer_is_checked_like_another():
         jax.eval_shape(lambda x: doubled(x.shape[0]), tokens)
     with pytest.raises(TypeCheckError, match="got a wrong argument `time`"):
         doubled("t")  # type: ignore[arg-type]
+
+
+@typed
+def first_half(x: Float[Array, "time"]) -> Float[Array, "{x.shape[0]//2}"]:
+    return x[: x.shape[0] // 2]
+
+
+def test_a_quotient_in_braces_is_exported():
+    """JAX writes `t // 2` as `floordiv(t, 2)`, a function that Python lacks."""
+    shape = jax.export.symbolic_shape("t")
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    exported = jax.export.export(jax.jit(first_half))(x)
+
+    np.testing.assert_array_equal(exported.call(jnp.arange(5.0)), [0, 1])
+    with pytest.raises(TypeCheckError, match="returned a wrong result"):
+        jax.eval_shape(typed_identity, x)
+
+
+@typed
+def typed_identity(x: Float[Array, "time"]) -> Float[Array, "{x.shape[0]//2}"]:
+    return x
