@@ -170,7 +170,7 @@ def test_a_scan_needs_blocks_that_are_alike():
     model = random_gpt("gpt2", scan_layers=True)
     model.blocks[1].attention.causal = False
 
-    with pytest.raises(ValueError, match="scan_layers=True needs blocks that differ only in their w"):
+    with pytest.raises(ValueError, match="needs blocks that differ only in their weights"):
         jax.eval_shape(model, tokens_of(1))
 
 
