@@ -160,7 +160,9 @@ class Doubled(Module):
     features: int
 
     @typed
-    def twice(self, x: Float[Array, "time {self.features}"]) -> Float[Array, "time 2*{self.features}"]:
+    def twice(
+        self, x: Float[Array, "time {self.features}"]
+    ) -> Float[Array, "time 2*{self.features}"]:
         return jnp.concatenate([x, x], axis=-1)
 
     def __call__(self, x):
