@@ -655,7 +655,7 @@ def _is_contract(frame: types.FrameType) -> bool:
     return frame.f_globals.get("__name__") == "jgpt.shapes.contract"
 
 
-def _typed_reason(error: TypeCheckError) -> str | None:
+def _typed_reason(error: Exception) -> str | None:
     """Return the first lines of the error of a typed function as a sentence."""
     lines = str(error).strip().splitlines()
     if len(lines) != 4:

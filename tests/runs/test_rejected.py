@@ -139,7 +139,7 @@ def ignored_average(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REASONS = {
     "resume with an average that had no effect": Reason(
-        r"ema_decay=0.75 of .* no average of weights. Give ema_decay=0,",
+        r"ema_decay=0.75 of .* no average of weights. Give ema_decay=0 to",
         {"optimizer": {"ema_decay": 0.75}},
         options={"optimizer": sgd},
         arrange=ignored_average,
