@@ -7,8 +7,8 @@ import ast
 import dataclasses
 import functools
 import html
-import importlib.util
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,29 +145,24 @@ def _evaluation(batch: int, time: int) -> tuple[Callable[..., Any], tuple[Any, .
 
 
 @functools.cache
-def _one_page() -> Any:
-    spec = importlib.util.spec_from_file_location("one_page_gpt", ONE_PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return page
+def _one_page() -> dict[str, Any]:
+    return runpy.run_path(str(ONE_PAGE))
 
 
 def _one_page_step(window: jax.Array) -> None:
     """Take a train step of the GPT on one page."""
     page = _one_page()
     params = _one_page_params()
-    page.train_step(params, page.init_adam(params), window, 1e-3)
+    page["train_step"](params, page["init_adam"](params), window, 1e-3)
 
 
 def _one_page_sample(window: jax.Array) -> None:
-    _one_page().sample(_one_page_params(), window[:, :1], 1, jax.random.key(0))
+    _one_page()["sample"](_one_page_params(), window[:, :1], 1, jax.random.key(0))
 
 
 def _one_page_params() -> Any:
     sizes = {"vocab_size": 65, "block_size": 32, "num_layers": 2, "num_heads": 4, "embed_dim": 64}
-    return _one_page().init_params(jax.random.key(0), **sizes)
+    return _one_page()["init_params"](jax.random.key(0), **sizes)
 
 
 # --- pages ---------------------------------------------------------------------------------------

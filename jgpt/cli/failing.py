@@ -43,7 +43,7 @@ def _print_failing_source(config: TrainConfig, error: Exception) -> None:
     points = list(zip(*symbols.values(), strict=True))
     # The constructor comes first, since the programs are made of the model.
     for program in (_constructor, _forward, _train_step):
-        calls = [program(config, *point) for point in points]
+        calls = (program(config, *point) for point in points)
         with contextlib.suppress(ValueError):  # no line sets an array, and none fails
             source = source_of_calls(calls, symbols, folders).failing()
             if source.error is not None:

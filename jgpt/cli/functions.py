@@ -51,7 +51,7 @@ def show(
         _require_arrays(named, function, arrays)
         if not source:
             tree = _tree(function, arrays)
-            return _show_tree(tree, depth, json=json)
+            return lines_of_tree(tree, depth, json=json)
         annotated = annotated_source(function, *arrays, of=of)
     return lines_of_source(annotated, json=json)
 
@@ -70,7 +70,8 @@ def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
         raise ValueError(failed.error) from None
 
 
-def _show_tree(tree: Any, depth: int, *, json: bool) -> Lines:
+def lines_of_tree(tree: Any, depth: int, *, json: bool) -> Lines:
+    """Print a `ShapeTrace`, or return it as JSON."""
     from jgpt.shapes.trace import name_colours
 
     if json:

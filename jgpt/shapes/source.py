@@ -454,7 +454,7 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
             kind = type(written)
             called = "__call__"
         # The call may be inherited from another file than that of the methods.
-        functions = [*vars(kind).values(), getattr(kind, called)]
+        functions = [*_methods_written_in(kind), getattr(kind, called)]
     folders = set()
     for each in functions:
         code = None
@@ -465,6 +465,23 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
     if not folders:
         raise ValueError(f"{function!r} has no Python source")
     return frozenset(folders)
+
+
+def _methods_written_in(kind: type) -> Iterator[Any]:
+    """Yield what a class's body defines, without the methods that a dataclass adds.
+
+    From Python 3.13 on, one of these is a function of the standard library's folder. The others
+    have no source.
+    """
+    for each in vars(kind).values():
+        if not callable(each):
+            continue
+        written: Any = inspect.unwrap(each)
+        code = getattr(written, "__code__", None)
+        if code is None or written.__module__ != kind.__module__:
+            continue
+        if linecache.getlines(code.co_filename):
+            yield each
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import functools
-import importlib.util
+import runpy
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -146,22 +146,11 @@ def assert_same(expected: Found, found: Found) -> None:
 # --- the programs --------------------------------------------------------------------------------
 
 
-@functools.cache
-def one_page() -> Any:
-    path = ROOT / "docs" / "one_page_gpt.py"
-    spec = importlib.util.spec_from_file_location("one_page_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return page
-
-
 def one_page_loss() -> tuple[Any, tuple[str, ...], tuple[Any, ...], int]:
-    page = one_page()
-    params = page.init_params(jax.random.key(0), 17, BLOCK, 2, 3, 12)
+    page = runpy.run_path(str(ROOT / "docs" / "one_page_gpt.py"))
+    params = page["init_params"](jax.random.key(0), 17, BLOCK, 2, 3, 12)
     window = jnp.ones((BATCH, TIME), jnp.int32)
-    return functools.partial(page.loss_of, params), ("int32[b t]",), (window,), 20
+    return functools.partial(page["loss_of"], params), ("int32[b t]",), (window,), 20
 
 
 def nanogpt() -> tuple[Any, tuple[str, ...], tuple[Any, ...], int]:
@@ -241,6 +230,14 @@ def test_each_line_of_a_train_step_has_the_shape_of_an_independent_run():
             in_the_step[key] = shapes
     assert_same(in_the_step, found)
     assert len(in_the_step) >= 15
+
+
+@pytest.mark.parametrize("name", ["Equinox", "Linen"])
+def test_methods_that_a_library_adds_are_not_shown(name):
+    """A dataclass has generated ones, on Python 3.13 also one of the standard library's."""
+    module, *_ = PROGRAMS[name]()
+
+    assert folders_of(module) == {str(Path(models.__file__).parent)}
 
 
 def test_a_wrong_symbol_is_noticed():

@@ -14,7 +14,7 @@ from jgpt.cli.arguments import Lines, ModelOption
 from jgpt.cli.failing import source_shown
 from jgpt.cli.follow import follow as follow_file
 from jgpt.cli.options import OptionError, OptionSpec, words_of
-from jgpt.cli.terminal import on_one_line, open_console, say
+from jgpt.cli.terminal import on_one_line
 from jgpt.config import ModelConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS
 from jgpt.refusal import message_of
@@ -88,14 +88,13 @@ def shapes(
             raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
     if follow and not source:
         raise OptionError("--follow shows --source again: give both")
+    del given["follow"]
     if follow:
         path = _followed_file(what, model)
         words = words_of(shapes, given | {"follow": False})
         follow_file(path, ["shapes", *words], is_json=json)
     with _strict_json(json, source):
-        return _show(
-            what, arrays, model, batch, time, depth, decode, train, source, of, prompt, json
-        )
+        return _show(**given)
 
 
 def _show(
@@ -211,15 +210,10 @@ def _show_tree(
 ) -> Lines:
     """Print the tree of calls in a program at some sizes, or return it as JSON."""
     from jgpt.shapes.expressions import name_sizes
-    from jgpt.shapes.trace import name_colours
 
     traces = (program.trace() for program in chain([first], others))
     tree = name_sizes(traces, symbols).tree
-    if json:
-        return [dumps(tree.as_json(), allow_nan=False)]
-    lines = tree.lines(depth)
-    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
-    return []
+    return functions.lines_of_tree(tree, depth, json=json)
 
 
 def _show_source(
