@@ -1,4 +1,5 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from .data.batch import Batch
 from .data.dataset import Dataset, load_dataset
 from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .fitting.evaluate import evaluate
@@ -31,6 +32,7 @@ __all__ = [
     "GPT",
     "PRESETS",
     "BPETokenizer",
+    "Batch",
     "BigramLM",
     "Block",
     "ByteTokenizer",

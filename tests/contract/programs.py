@@ -20,6 +20,7 @@ from jgpt import attend, attention_weights
 from jgpt.cli.report import describe_optimizer_groups
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
+from jgpt.data.batch import Batch
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
 from jgpt.nn import consistency, int8, models
@@ -199,6 +200,11 @@ STACKED = dataclasses.replace(
 )
 
 
+def halves_of_batch(tokens: Any, weights: Any, documents: Any) -> Any:
+    batch = Batch(tokens, weights, documents)
+    return batch.inputs, batch.targets
+
+
 def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
@@ -212,6 +218,7 @@ def training() -> None:
     options = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
+    traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
     held_out = np.zeros(31, np.uint16)
     batches.evaluation_windows(held_out, 8, 4)
     evaluator = Evaluator(TRAIN, held_out, parameters=17 * 17)
