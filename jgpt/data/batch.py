@@ -24,12 +24,12 @@ class Batch:
 
     @property
     @typed
-    def inputs(self) -> Int[Array, "batch time"]:
+    def inputs(self) -> Int[Array, "{self.tokens.shape[0]} {self.tokens.shape[1]-1}"]:
         """All tokens but the last."""
         return self.tokens[:, :-1]
 
     @property
     @typed
-    def targets(self) -> Int[Array, "batch time"]:
+    def targets(self) -> Int[Array, "{self.tokens.shape[0]} {self.tokens.shape[1]-1}"]:
         """The token after each input."""
         return self.tokens[:, 1:]
