@@ -139,8 +139,8 @@ class ModelConfig(Fields):
     scan_layers: bool = False
     """Scan over the blocks, so that one block is compiled instead of all. Slower on CPUs."""
     make: Make = None
-    """What makes the model, called as make(config, rngs=rngs): the user's own class or function,
-    instead of `architecture`. A run records its name and SHA-256."""
+    """A custom model's class or function, called as make(config, rngs=rngs) instead of
+    `architecture`. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -231,8 +231,8 @@ class OptimizerConfig(Fields):
     """Decay rate of an exponential moving average of the weights, which is evaluated and saved in
     their place; 0 is off."""
     make: Make = None
-    """What makes the optimizer, called as make(config, steps): the user's own function, instead of
-    `optimizer`. A run records its name and SHA-256."""
+    """A custom optimizer's function, called as make(config, steps) instead of `optimizer`. A run
+    records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         validate(self)

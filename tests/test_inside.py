@@ -527,6 +527,7 @@ def test_a_model_s_tree_has_the_sizes_of_its_arrays():
     assert shape == "float32[batch=2 time=5 vocab_size=17]"
 
 
+@pytest.mark.slow
 def test_the_command_draws_any_batch_and_length(trained):
     said = worked("shapes", "modern").splitlines()
     assert said[0] == "GPT(tokens: int32[batch=b time=t])"

@@ -19,6 +19,7 @@ import jgpt
 from jgpt.shapes.source import AnnotatedSource, annotated_source
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
+from tests.quick import only
 
 
 def shown(source: AnnotatedSource) -> dict[str, list[str]]:
@@ -497,7 +498,13 @@ def test_the_command_has_its_source_as_json():
 @pytest.mark.parametrize(
     ("option", "name", "line", "shapes"),
     [
-        ("--train", "gradients_of", "loss, gradients = ", "loss: float32[]; gradients: 19 arrays"),
+        pytest.param(
+            "--train",
+            "gradients_of",
+            "loss, gradients = ",
+            "loss: float32[]; gradients: 19 arrays",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "--train",
             "Block.__call__",
@@ -640,6 +647,7 @@ class GPT(jgpt.GPT):
 FAILING_CONSTRUCTOR = """
 import jax.numpy as jnp
 import jgpt
+from tests.quick import only
 
 
 class GPT(jgpt.GPT):
@@ -649,14 +657,38 @@ class GPT(jgpt.GPT):
 """
 
 
+TRAIN_TINY = ("train", "tiny", "--data", "text.txt")
+
+
 @pytest.mark.parametrize(
     ("code", "words", "sentence"),
     [
-        (FAILING_GPT, ("train", "tiny", "--data", "text.txt", "--out", "run"), "x is [b t 32], y"),
-        (FAILING_GPT, ("train", "tiny", "--data", "text.txt", "--dry-run"), "x is [b t 32], y"),
-        (FAILING_GPT, ("info", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3 don't match"),
-        (FAILING_GPT, ("shapes", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3 don't match"),
-        (FAILING_CONSTRUCTOR, ("shapes", "tiny"), "`jnp.ones(7)` is [7], `jnp.ones(config.bl"),
+        (FAILING_GPT, (*TRAIN_TINY, "--out", "run"), "x is [b t 32], y is [b t 3]: 32 and 3"),
+        *only(
+            [],
+            [
+                (
+                    FAILING_GPT,
+                    ("train", "tiny", "--data", "text.txt", "--dry-run"),
+                    "x is [b t 32], y",
+                ),
+                (
+                    FAILING_GPT,
+                    ("info", "tiny"),
+                    "x is [b t 32], y is [b t 3]: 32 and 3 don't match",
+                ),
+                (
+                    FAILING_GPT,
+                    ("shapes", "tiny"),
+                    "x is [b t 32], y is [b t 3]: 32 and 3 don't match",
+                ),
+                (
+                    FAILING_CONSTRUCTOR,
+                    ("shapes", "tiny"),
+                    "`jnp.ones(7)` is [7], `jnp.ones(config.bl",
+                ),
+            ],
+        ),
     ],
 )
 def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words, sentence):

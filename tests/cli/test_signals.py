@@ -114,6 +114,7 @@ def test_under_nohup_a_closed_terminal_is_no_request(heard):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @needs_hang_up
 def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     """The system tells the process, as a shell would, and what it still says goes nowhere."""

@@ -90,7 +90,7 @@ def test_this_host_is_a_cpu():
     assert current_platform() == CPU
 
 
-@pytest.mark.parametrize("platform", only([TPU], [CPU, TPU]), ids=str)
+@pytest.mark.parametrize("platform", only([], [CPU, TPU]), ids=str)
 def test_a_run_says_what_auto_was_and_leaves_the_rest_to_where_it_goes_on(platform, tmp_path):
     tiny = preset("tiny")
     config = dataclasses.replace(
@@ -132,7 +132,7 @@ def products_and_kernels(config, platform) -> tuple[set[str], int]:
 @pytest.mark.parametrize(
     "name",
     only(
-        ["gpt2", "bigram"],
+        ["bigram"],
         ["gpt2", "nanogpt-char", "modern-cpu", "modern-7b", "bigram"],
     ),
 )

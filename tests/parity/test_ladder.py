@@ -37,7 +37,7 @@ def rungs_of(dtype: str) -> list[str]:
 
 OTHERWISE = {"nanogpt, no norm scales", "nanogpt, grouped heads", "nanogpt, gated"}
 """Of the fields by themselves, those that no larger family has in this form."""
-QUICK = {"lecture", "gpt2", "modern, tied", "qwen3", "bigram"}
+QUICK = {"lecture", "modern, tied", "bigram"}
 """Families that have each field between them."""
 
 

@@ -72,7 +72,11 @@ WRONG_MODERN = {**WRONG, "base": 100.0, "epsilon": 1e-4}
     [
         ({**HEAD, **MODERN, "qkv_bias": True}, WRONG_MODERN),
         ({"qkv_bias": True}, WRONG),
-        ({**GROUPS, **MODERN, "qkv_bias": True, "use_bias": True}, WRONG_MODERN),
+        pytest.param(
+            {**GROUPS, **MODERN, "qkv_bias": True, "use_bias": True},
+            WRONG_MODERN,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -163,6 +163,7 @@ def test_a_run_for_a_mesh_is_evaluated_on_one_device_where_no_micro_batches_are_
     assert found.loss == pytest.approx(loss_by_hand(model, tokens, 7), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_saved_config_repeats_the_run_and_progress_that_hears_sooner_changes_no_number(
     trained, tmp_path
 ):
@@ -677,6 +678,7 @@ def test_no_stage_of_training_holds_a_second_state(small_run, tmp_path, monkeypa
         assert expected <= alive < 1.3 * expected, (name, alive / expected)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_one_device_of_the_mesh(small_run, tmp_path):
     config = dataclasses.replace(small_run, batch_size=8, out=str(tmp_path / "run"))
     replicated, sharded = (

@@ -180,6 +180,7 @@ def test_a_signal_finishes_the_call_saves_and_says_so(begin):
     assert RunDirectory.open(out).metrics()[-1]["step"] == saved
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(begin):
     process, out = begin
     process.send_signal(signal.SIGSTOP)  # so that both are there before either is acted on

@@ -131,7 +131,7 @@ def never() -> None:
     [
         (full_disk, "No space left on device"),
         pytest.param(dead_service, "the service has ended", marks=pytest.mark.slow),
-        (never, r"it has not answered for 0\.2 seconds"),
+        pytest.param(never, r"it has not answered for 0\.2 seconds", marks=pytest.mark.slow),
     ],
 )
 def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state(

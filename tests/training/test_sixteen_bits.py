@@ -83,6 +83,7 @@ def test_an_average_of_weights_moves_with_them():
     assert dtypes_of(trained_weights(last.weights, last.optimizer)) == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
     weights = init_state(CONFIG).weights
     # most of these are between two bfloat16: what is loaded is not the average itself
@@ -115,6 +116,7 @@ def gradients_after_a_step(micro_batches, batch_size):
     return gradients, norm
 
 
+@pytest.mark.slow
 def test_micro_batches_are_summed_in_float32():
     summed, summed_norm = gradients_after_a_step(64, 128)
     whole, whole_norm = gradients_after_a_step(1, 128)
