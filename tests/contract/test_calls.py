@@ -1,5 +1,6 @@
 """What holds from call to call: nothing said of one counts for the next, and scopes end."""
 
+import inspect
 import sys
 import threading
 from typing import Any
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float, TypeCheckError, config
 
+from jgpt.shapes.calls import watching
 from jgpt.shapes.contract import check, typed
 
 SIZED: Any = Float[Array, "size"]
@@ -107,6 +109,47 @@ def test_all_of_many_arguments_are_checked():
             total(*parts)
     with pytest.raises(TypeCheckError, match=r"argument `named`.*\n.*\nGot: float32\[4\]"):
         total(x, y=x, z=jnp.ones(4))
+
+
+def both(first, second=2, *, third=3, fourth):
+    return first, second, third, fourth
+
+
+def only_by_position(first, /, second=2):
+    return first, second
+
+
+def of_many(first, *rest, last=9, **named):
+    return first, rest, last, named
+
+
+@pytest.mark.parametrize("function", [both, only_by_position, of_many])
+@pytest.mark.parametrize("args", [(), (5,), (5, 6), (5, 6, 7)], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"fourth": 8},
+        {"fourth": 8, "first": 1},
+        {"third": 1, "fourth": 8},
+        {"fourth": 8, "second": 4},
+        {"fourth": 8, "unknown": 0},
+        {"second": 4},
+    ],
+    ids=str,
+)
+def test_arguments_are_bound_as_python_binds_them(function, args, kwargs):
+    try:
+        expected = function(*args, **kwargs)
+    except TypeError:
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) "):
+            typed(function)(*args, **kwargs)
+        return
+    heard = []
+    with watching(lambda call: heard.append(call.arguments)):
+        assert typed(function)(*args, **kwargs) == expected
+    assert tuple(heard[0].values()) == expected
+    assert list(heard[0]) == list(inspect.signature(function).parameters)
 
 
 def test_the_checks_put_two_frames_between_a_call_and_its_body():
