@@ -255,8 +255,8 @@ class DataConfig(Fields):
     of_older_files: ClassVar[dict[str, Any]] = {"universal_newlines": False}
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
-    """The corpora pydocs or shakespeare, files and folders of text, JSON lines or Parquet, or one
-    folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
+    """The corpora pydocs or shakespeare, files and folders of text, JSON lines, CSV or Parquet, or
+    one folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
     universal_newlines: bool = True
     """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
@@ -271,7 +271,7 @@ class DataConfig(Fields):
     test_fraction: Fraction = 0.0
     """The fraction for testing, at the end of the text, for `jgpt eval --split test`."""
     data_field: str = "text"
-    """The field or column of JSON lines and Parquet that has the text."""
+    """The field or column of JSON lines, CSV and Parquet that has the text."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):

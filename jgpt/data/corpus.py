@@ -1,6 +1,7 @@
 """Text from corpora, files and folders."""
 
 import codecs
+import csv
 import gzip
 import hashlib
 import http.client
@@ -22,7 +23,7 @@ import platformdirs
 
 from jgpt.durable import write_file
 from jgpt.refusal import Field, Message, Placeholder
-from jgpt.words import did_you_mean
+from jgpt.words import counted, did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -34,6 +35,9 @@ CORPORA = {
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
 RECORDS = (".jsonl", ".ndjson", ".parquet")
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""The suffixes of tables, with the character between their columns. A table is read if it is named;
+folders hold tables of numbers, too, and earlier versions skipped them."""
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
 CODE = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".m", ".mm",
@@ -55,7 +59,7 @@ _PROGRAM = "not text but a compiled program: name its source"
 _KINDS = {
     (".json",): "one JSON value: write one JSON object in each line, into a .jsonl file",
     (".ipynb",): "a notebook: save its cells as text (.md or .py), as `jupyter nbconvert` does",
-    (".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather"): _TABLE,
+    (".xls", ".xlsx", ".ods", ".arrow", ".feather"): _TABLE,
     (".sqlite", ".db"): _TABLE,
     (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx"): _PAGES,
     (".bin", ".npy", ".npz", ".pkl", ".pt", ".pth", ".ckpt", ".h5", ".gguf"): _ARRAYS,
@@ -68,6 +72,8 @@ _KINDS = {
 }
 NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
 """The kind of file that a suffix stands for if it is not text, and what the user can do."""
+_LINES_AT_ONCE = 1 << 20
+"""The number of bytes that are split into lines at once."""
 _PARQUET_ROWS = 1024
 """The largest number of rows in a batch."""
 _PARQUET_BATCH = 1 << 26
@@ -215,10 +221,10 @@ def read_blocks(
     """Yield the text of corpora, files and folders in blocks of at most `size` bytes.
 
     With `universal_newlines`, CR LF and CR become newlines, a file's byte-order mark is dropped,
-    and one warning says so. For JSON lines and Parquet, each document is the text in `field`,
-    followed by `separator`. Two options read folders as earlier versions did, so that old runs find
-    their text: `earlier` includes hidden files and excludes code; `plain` reads only .txt files,
-    and reads any file that is named as text. `advance` is called with the number of bytes read.
+    and one warning says so. For tables, JSON lines and Parquet, each document is the text in
+    `field`, followed by `separator`. Two options read folders as earlier versions did, so that old
+    runs find their text: `earlier` includes hidden files and excludes code; `plain` reads only .txt
+    files, and reads any file that is named as text. `advance` is called with the number of bytes read.
     Raises ValueError for a file that is empty, damaged or not text.
     """
     changed = []
@@ -237,7 +243,7 @@ def read_blocks(
                 raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
                 opened, errors = _unpacked(file, compression, path)
-                if suffix in RECORDS:
+                if suffix in RECORDS or suffix in TABLES:
                     pieces = _documents(opened, str(path), suffix, field)
                     end = separator
                 else:
@@ -264,6 +270,8 @@ def read_blocks(
 def _documents(file: BinaryIO, name: str, suffix: str, field: str) -> Iterator[str]:
     if suffix == ".parquet":
         return _parquet(file, name, field)
+    if suffix in TABLES:
+        return _table(file, name, TABLES[suffix], field)
     return _json_lines(file, name, field)
 
 
@@ -483,6 +491,50 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}, can't be read as JSON: {error}") from None
         yield text
+
+
+def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[str]:
+    """Yield the texts of a column of a CSV file, whose first row has the names of the columns."""
+    # The module's own limit is 131,072 characters, which a document easily has.
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+    # Strict, since a quotation mark without its end would make one document of the whole file.
+    rows = csv.reader(_lines(file, name), delimiter=delimiter, strict=True)
+    try:
+        columns = next(rows, [])
+        if columns:
+            columns[0] = columns[0].removeprefix("\ufeff")  # a byte-order mark
+        if field not in columns:
+            raise ValueError(
+                Message(
+                    f"{name} has no column {field!r}, but {', '.join(columns)}: name the column of "
+                    "text with ",
+                    Field("data_field", Placeholder("NAME")),
+                )
+            )
+        place = columns.index(field)
+        for row in rows:
+            if not row:  # an empty line
+                continue
+            if len(row) <= place:
+                raise ValueError(
+                    f"{name}, line {rows.line_num}, has {counted(len(row), 'column')}, not "
+                    f"{len(columns)}"
+                )
+            yield row[place]
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {rows.line_num}, can't be read as CSV: {error}") from None
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[str]:
+    """Yield the lines of UTF-8 text, which end at newlines alone."""
+    # `str.splitlines` would also end lines at characters such as U+2028, inside a column's text.
+    pending = ""
+    for block in _decoded(file, name, _LINES_AT_ONCE):
+        *lines, pending = (pending + block).split("\n")
+        for line in lines:
+            yield line + "\n"
+    if pending:
+        yield pending
 
 
 def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:

@@ -120,11 +120,7 @@ def load_dataset(
     text is read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for
     text that can't be read or encoded, is too short, or differs from the `known` text.
     """
-    path = _find_tokens(config, known)
-    if path is None:
-        tokens = _load_text(config, tokenizer, known, warn, progress)
-    else:
-        tokens = _load_tokens(config, path, tokenizer)
+    tokens = _load(config, tokenizer, known, warn, progress)
     digest = _digest_of(tokens)
     if known is not None:
         _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
@@ -135,6 +131,42 @@ def load_dataset(
         _require_a_block("test", test, block_size)
     text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
     return Dataset(train, validation, test, tokens.tokenizer, text)
+
+
+@typed
+def load_text(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    warn: Warn = lambda message: None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Integer[np.ndarray, " tokens"]:
+    """Read and tokenize the data of a config, without splitting it.
+
+    Raises ValueError or OSError for text that can't be read or encoded, and for tokens of another
+    tokenizer or that are split already.
+    """
+    loaded = _load(config, tokenizer, None, warn, progress)
+    if loaded.validation is not None:
+        train_file, validation_file = NANOGPT
+        folder = Path(config.data[0])
+        raise ValueError(
+            f"{folder} has two splits: name {folder / train_file} or {folder / validation_file}"
+        )
+    return loaded.tokens
+
+
+def _load(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    known: KnownText | None,
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> "_Tokens":
+    path = _find_tokens(config, known)
+    if path is None:
+        return _load_text(config, tokenizer, known, warn, progress)
+    return _load_tokens(config, path, tokenizer)
 
 
 def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:

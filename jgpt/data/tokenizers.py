@@ -50,6 +50,10 @@ Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
 
 
+class UnencodableText(ValueError):
+    """A text that a tokenizer can't encode."""
+
+
 class CharTokenizer:
     """Character-level: a token for each character of a text, ordered by code point."""
 
@@ -107,7 +111,7 @@ class CharTokenizer:
         known = self.characters[:100]
         if self.vocab_size > 100:
             known += "…"
-        raise ValueError(
+        raise UnencodableText(
             f"unknown character {character!r} at position {position}: the vocabulary is the "
             f"{self.vocab_size} characters {known!r}"
         )
@@ -802,7 +806,7 @@ def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> lis
         with _failures_raised():
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError:  # the library raises this for a lone surrogate
-        raise ValueError(
+        raise UnencodableText(
             "the text contains a lone surrogate, which UTF-8 cannot represent"
         ) from None
 

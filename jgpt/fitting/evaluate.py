@@ -7,8 +7,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Integer
 
-from jgpt.data.dataset import count_characters, load_dataset
+from jgpt.config import DataConfig
+from jgpt.data.dataset import count_characters, load_dataset, load_text
+from jgpt.data.tokenizers import Tokenizer, UnencodableText
 from jgpt.fields import Make
 from jgpt.fitting.progress import Progress
 from jgpt.hardware import current_platform
@@ -22,6 +26,7 @@ from jgpt.runs.load import load
 from jgpt.runs.provenance import known_micro_batches, known_text
 from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import Evaluator
+from jgpt.words import counted
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Evaluation:
     bits_per_character: float
     tokens: int
     """The number of targets."""
+    data: str | None = None
+    """The other text, if it is not a split of the run's own."""
 
 
 @typed
@@ -43,15 +50,20 @@ def evaluate(
     model: Make | str = None,
     which: Which = "best",
     split: Literal["validation", "test"] = "validation",
+    data: str | tuple[str, ...] = (),
+    data_field: str | None = None,
     window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Compute the exact loss of a run's model on a split.
+    """Compute the exact loss of a run's model on a split, or on another text.
 
-    The loss is over the whole split, even if the run's `eval_tokens` is smaller. A run of a custom
-    model needs the `model` again, as an object or as FILE.py:NAME. The text is evaluated in windows
-    of `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not
-    have or a longer window, and the errors of `load`.
+    The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
+    another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
+    as the run's text was. `data_field` is its field or column, by default that of the run. A run of
+    a custom model needs the `model` again, as an object or as FILE.py:NAME. The text is evaluated
+    in windows of `window` tokens, at most `block_size`. Raises ValueError for a split that the run
+    does not have, a longer window, or a text that the tokenizer can't encode, and the errors of
+    `load`.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
@@ -66,28 +78,18 @@ def evaluate(
                 Field("block_size", config.model.block_size),
             )
         )
-    if split == "test" and not config.dataset.test_fraction:
-        raise ValueError(
-            Message(f"{run_directory} has no test split: its ", Field("test_fraction"), " is 0")
-        )
-    lines = RunDirectory.open(run_directory).provenance()
-    known = known_text(lines)
+    data = _other_data(data, split, data_field)
+    directory = RunDirectory.open(run_directory)
+    lines = directory.provenance()
     if config.micro_batches == "auto":
         # As many micro-batches as in training, which fit; if the number is unknown, one sequence at
         # a time.
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
-    dataset = load_dataset(
-        config.dataset,
-        size,
-        tokenizer=tokenizer,
-        known=known,
-        warn=progress.warned,
-        progress=progress.tokenized,
-    )
-    tokens = dataset.validation
-    if split == "test":
-        tokens = dataset.test
+    if data:
+        tokens = _read_other_text(config.dataset, data, data_field, tokenizer, progress)
+    else:
+        tokens = _read_split(directory, config.dataset, split, size, tokenizer, progress)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
@@ -101,7 +103,74 @@ def evaluate(
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
-    return Evaluation(loss, _perplexity(loss), bits, len(targets))
+    return Evaluation(loss, _perplexity(loss), bits, len(targets), " ".join(data) or None)
+
+
+def _other_data(data: str | tuple[str, ...], split: str, data_field: str | None) -> tuple[str, ...]:
+    """Return the sources of another text, if there are any."""
+    if isinstance(data, str):
+        data = (data,)
+    if data and split == "test":
+        raise ValueError(
+            Message("give ", Field("data"), " or ", Field("split", split), ", not both")
+        )
+    if data_field is not None and not data:
+        raise ValueError(
+            Message(Field("data_field", data_field), " is for another text: give ", Field("data"))
+        )
+    return data
+
+
+@typed
+def _read_split(
+    run: RunDirectory,
+    config: DataConfig,
+    split: str,
+    block_size: int,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> Integer[np.ndarray, " tokens"]:
+    """Return a split of the run's own text."""
+    if split == "test" and not config.test_fraction:
+        raise ValueError(
+            Message(f"{run.path} has no test split: its ", Field("test_fraction"), " is 0")
+        )
+    dataset = load_dataset(
+        config,
+        block_size,
+        tokenizer=tokenizer,
+        known=known_text(run.provenance()),
+        warn=progress.warned,
+        progress=progress.tokenized,
+    )
+    if split == "test":
+        return dataset.test
+    return dataset.validation
+
+
+@typed
+def _read_other_text(
+    config: DataConfig,
+    data: tuple[str, ...],
+    data_field: str | None,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> Integer[np.ndarray, " tokens"]:
+    """Return the tokens of another text, which is read as the run's text was."""
+    if data_field is None:
+        data_field = config.data_field
+    config = replace(config, data=data, data_field=data_field)
+    try:
+        tokens = load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
+    except UnencodableText as error:
+        raise ValueError(
+            f"{' '.join(data)} can't be encoded by the run's tokenizer: {error}"
+        ) from None
+    if len(tokens) < 2:
+        raise ValueError(
+            f"{' '.join(data)} has {counted(len(tokens), 'token')}: an evaluation needs two"
+        )
+    return tokens
 
 
 def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:

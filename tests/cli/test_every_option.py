@@ -396,6 +396,10 @@ def test_eval(calls):
     assert received["model"] == "m.py:GPT"
     assert calls["use_mesh"] == {"mesh": "data=1"}
 
+    type_in("eval", "run", "--data", "a.csv", "b.csv", "--data-field", "body")
+    assert calls["evaluate"]["data"] == ("a.csv", "b.csv")
+    assert calls["evaluate"]["data_field"] == "body"
+
 
 def test_info(calls):
     calls.note("jgpt.cli.report.describe_placements", [])

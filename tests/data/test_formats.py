@@ -171,7 +171,12 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
         ("a.json", b"{}", "a.json is one JSON value: write one JSON object in each line"),
         ("a.PDF", b"%PDF", "a.PDF is not text but a document with a layout: save its text"),
-        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz is a table, not text: save its column of text as"),
+        ("a.xlsx", b"PK", "a.xlsx is a table, not text: save its column of text as"),
+        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz has no column 'text', but a, b: name the column"),
+        ("a.csv", b"text\n", "a.csv is empty"),
+        ("a.csv", b"a,text\n1,x\n2\n", "a.csv, line 3, has 1 column, not 2"),
+        ("a.csv", b'text\n"x\ny', "a.csv, line 3, can't be read as CSV: unexpected end of data"),
+        ("a.csv", b"text\ncaf\xe9", "a.csv is not UTF-8 text: byte 8"),
         ("pic.png", b"\x89PNG\r\n", "pic.png is not text but an image$"),
         ("a.bin", b"\0" * 8, "a.bin is not text but a file of arrays: name the text"),
         ("a.tar", b"", "a.tar is an archive: unpack it"),
@@ -184,6 +189,27 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, messa
             list(text_chunks([path], chunk_size))
         assert path in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_the_column_of_a_table_is_its_documents(tmp_path):
+    """Quotes, newlines and line separators stay inside a document, however the file is cut."""
+    rows = 'id,text\r\n1,"one, ""1""\r\nmore"\r\n\r\n2,two\u2028lines\r\n3,\r\n4,long'
+    table = write(tmp_path, "a.CSV", "\ufeff" + rows + "x" * 200_000)
+    tabs = write(tmp_path, "b.tsv.gz", gzipped("\ufefftext\tid\nsome, words\t1\n".encode()))
+    expected = 'one, "1"\nmore\ntwo\u2028lines\nlong' + "x" * 200_000 + "\n"
+
+    assert read_text([table]) == expected
+    assert read_text([tabs]) == "some, words\n"
+    assert read_text([table], field="id") == "1\n2\n3\n4\n"
+
+
+def test_a_table_in_a_folder_is_skipped_as_before(tmp_path):
+    write(tmp_path, "folder/a.txt", "text")
+    write(tmp_path, "folder/b.csv", "text\nnumbers")
+    said = []
+
+    assert read_text([str(tmp_path / "folder")], warn=said.append) == "text"
+    assert "1 .csv" in said[0]
 
 
 def test_zstandard_cut_short_is_named(tmp_path):

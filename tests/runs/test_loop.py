@@ -145,6 +145,36 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
         assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
 
 
+def test_another_text_is_evaluated_whole_with_the_run_s_tokenizer(trained, tmp_path):
+    text = trained.tokenizer.decode(list(range(trained.tokenizer.vocab_size)) * 3)
+    table = tmp_path / "other.csv"
+    table.write_text(f'id,body\n1,"{text}"\n', encoding="utf-8")
+    tokens = trained.tokenizer.encode(f"{text}\n")
+
+    found = evaluate(trained.directory, data=str(table), data_field="body")
+
+    assert found.loss == pytest.approx(loss_by_hand(trained.model, tokens, 7), rel=1e-5)
+    assert found.loss != pytest.approx(trained.validation_loss, rel=1e-3)
+    assert (found.tokens, found.data) == (len(tokens) - 1, str(table))
+
+
+def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
+    def refused(text, match, **options):
+        other = tmp_path / "other.txt"
+        other.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=match) as error:
+            evaluate(trained.directory, data=(str(other),), **options)
+        assert "\n" not in str(error.value)
+
+    unknown = "unknown character '🙂' at position 0"
+    refused("🙂", rf"other\.txt can't be encoded by the run's tokenizer: {unknown}")
+    first = trained.tokenizer.decode([0])
+    refused(first, r"other\.txt has 1 token: an evaluation needs two$")
+    refused(first, "^give data or split='test', not both$", split="test")
+    with pytest.raises(ValueError, match="data_field='body' is for another text: give data"):
+        evaluate(trained.directory, data_field="body")
+
+
 def test_a_run_for_a_mesh_is_evaluated_on_one_device_where_no_micro_batches_are_recorded(
     poem, tmp_path
 ):

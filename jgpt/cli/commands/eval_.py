@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from json import dumps
-from typing import Literal
+from typing import Annotated, Literal
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Checkpoint, LatestRun, Lines, MeshOption, ModelOption
+from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console
 
 
@@ -15,13 +16,19 @@ def eval_(
     json: bool = False,
     checkpoint: Checkpoint = "best",
     split: Literal["validation", "test"] = "validation",
+    data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
+    data_field: Annotated[str | None, OptionSpec("NAME")] = None,
     model: ModelOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
-    """Compute a run's exact loss on the whole validation or test split.
+    """Compute a run's exact loss on the whole validation or test split, or on another text.
 
     Args:
         split: The split to evaluate on. There is a test split if the run has a test_fraction.
+        data: Another text instead of a split: what --data of jgpt train takes. All of it is
+            evaluated, with the run's tokenizer.
+        data_field: The field or column of JSON lines, CSV and Parquet that has the other text. By
+            default that of the run.
         json: Print one JSON object.
     """
     run = runs.run_or_latest(run)
@@ -31,14 +38,28 @@ def eval_(
         from jgpt.parallel.mesh import use_mesh
 
     with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
-        result = evaluate(run, which=checkpoint, split=split, model=model, progress=progress)
+        result = evaluate(
+            run,
+            which=checkpoint,
+            split=split,
+            data=data,
+            data_field=data_field,
+            model=model,
+            progress=progress,
+        )
     if json:
         values = dataclasses.asdict(result)
         if math.isinf(result.perplexity):  # which JSON has no number for
             values["perplexity"] = None
         return [dumps(values, allow_nan=False)]
+    lines = []
+    loss = f"{split} loss"
+    if result.data is not None:
+        lines.append(f"text                {result.data}")
+        loss = "loss"
     return [
-        f"{split + ' loss':<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets",
+        *lines,
+        f"{loss:<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets",
         f"perplexity          {result.perplexity:.3f}",
         f"bits per character  {result.bits_per_character:.4f}",
     ]

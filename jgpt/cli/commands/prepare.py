@@ -29,9 +29,9 @@ def prepare(
     """Tokenize text of any size, for `jgpt train --data`.
 
     Args:
-        files: Files and folders of text, JSON lines or Parquet, or corpora.
+        files: Files and folders of text, JSON lines, CSV or Parquet, or corpora.
         data: More text, as for `jgpt train`.
-        data_field: The field or column of JSON lines and Parquet that has the text.
+        data_field: The field or column of JSON lines, CSV and Parquet that has the text.
         tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
         bpe_vocab_size: The vocabulary size of trained byte-pairs.
         tokenizer_files: For gpt2, a folder with encoder.json and vocab.bpe, or vocab.json and
