@@ -28,7 +28,8 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
-TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
+TokenizerName = Literal["char", "byte", "bpe", "gpt2", "numbers"]
+TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
 TrackerName = Literal["tensorboard", "wandb"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
@@ -256,12 +257,12 @@ class DataConfig(Fields):
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, files and folders of text, JSON lines, CSV or Parquet, or
-    one folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
+    tokens: a .npy or .bin file, or a folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
     universal_newlines: bool = True
     """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
-    """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
-    tokenizer_files. Prepared data brings its own."""
+    """Characters, bytes, byte-pairs trained on the text, GPT-2's byte-pairs from tokenizer_files,
+    or numbers for tokens without a text. Prepared data brings its own."""
     bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE, at_most(2**20)] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
@@ -272,6 +273,11 @@ class DataConfig(Fields):
     """The fraction for testing, at the end of the text, for `jgpt eval --split test`."""
     data_field: str = "text"
     """The field or column of JSON lines, CSV and Parquet that has the text."""
+    token_dtype: TokenDtype = "auto"
+    """The dtype of a .bin file of tokens. auto is nanoGPT's: uint16, or uint32 for a vocabulary
+    above 65,536. A .npy file says its own."""
+    numbers_vocab_size: Annotated[int, POSITIVE, at_most(2**24)] | None = None
+    """The vocabulary size of numbers; by default one more than the largest number."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):

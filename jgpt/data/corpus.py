@@ -224,8 +224,8 @@ def read_blocks(
     and one warning says so. For tables, JSON lines and Parquet, each document is the text in
     `field`, followed by `separator`. Two options read folders as earlier versions did, so that old
     runs find their text: `earlier` includes hidden files and excludes code; `plain` reads only .txt
-    files, and reads any file that is named as text. `advance` is called with the number of bytes read.
-    Raises ValueError for a file that is empty, damaged or not text.
+    files, and reads any file that is named as text. `advance` is called with the number of bytes
+    read. Raises ValueError for a file that is empty, damaged or not text.
     """
     changed = []
     for source in sources:

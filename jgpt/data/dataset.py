@@ -18,7 +18,7 @@ import numpy as np
 import platformdirs
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig
+from jgpt.config import DataConfig, TokenDtype
 from jgpt.data import tokenizers
 from jgpt.data.corpus import (
     Warn,
@@ -29,6 +29,8 @@ from jgpt.data.corpus import (
 )
 from jgpt.data.tokenizers import (
     END_OF_TEXT,
+    MAX_NUMBERS,
+    NumberTokenizer,
     Tokenizer,
     encode_each,
     file_dtype,
@@ -44,6 +46,8 @@ from jgpt.words import counted
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
+GIVEN = "dataset="
+"""The source that a run records for a dataset that was made in Python."""
 NANOGPT = ("train.bin", "val.bin")
 """The files that nanoGPT's prepare.py writes into a folder."""
 DONE_FILE = "done.json"
@@ -102,6 +106,49 @@ class Dataset:
     tokenizer: Tokenizer
     text: KnownText
 
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: Any,
+        *,
+        validation: Any = None,
+        test: Any = None,
+        validation_fraction: float = 0.1,
+        test_fraction: float = 0.0,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+    ) -> "Dataset":
+        """Make a dataset of tokens that have no text, or that a `tokenizer` made.
+
+        The tokens are an array or a sequence of whole numbers. Without a `validation` split, the
+        fractions at the end are held out. Without a `tokenizer`, the tokens are numbers below
+        `vocab_size`, by default one more than the largest one. Raises ValueError for tokens that
+        are not whole numbers, or outside of the vocabulary.
+        """
+        if validation is None and test is not None:
+            raise ValueError("give validation with test, or neither and the fractions")
+        if tokenizer is not None and vocab_size is not None:
+            raise ValueError("give tokenizer or vocab_size, not both")
+        splits = [_whole_numbers("tokens", tokens)]
+        if validation is not None:
+            splits.append(_whole_numbers("validation", validation))
+            splits.append(_whole_numbers("test", () if test is None else test))
+        if tokenizer is None:
+            tokenizer = _number_tokenizer("the dataset", splits, vocab_size)
+        for split in splits:
+            _require_in_vocabulary("the dataset", split, tokenizer)
+        splits = [_narrow(split, tokenizer) for split in splits]
+        if validation is None:
+            config = DataConfig(
+                validation_fraction=validation_fraction, test_fraction=test_fraction
+            )
+            loaded = _Tokens(splits[0], tokenizer)
+            splits = list(_split(config, loaded))
+        else:
+            loaded = _Tokens(splits[0], tokenizer, np.concatenate(splits[1:]))
+        train, validation, test = splits
+        return cls(train, validation, test, tokenizer, KnownText(_digest_of(loaded), None, {}))
+
 
 @typed
 def load_dataset(
@@ -121,16 +168,25 @@ def load_dataset(
     text that can't be read or encoded, is too short, or differs from the `known` text.
     """
     tokens = _load(config, tokenizer, known, warn, progress)
-    digest = _digest_of(tokens)
-    if known is not None:
-        _require_known(config, known, "of its tokens ", digest, known.tokens_digest)
+    text = KnownText(_digest_of(tokens), tokens.text_digest, corpus_versions(config.data))
     train, validation, test = _split(config, tokens)
-    _require_a_block("training", train, block_size)
-    _require_a_block("validation", validation, block_size)
-    if config.test_fraction > 0:
-        _require_a_block("test", test, block_size)
-    text = KnownText(digest, tokens.text_digest, corpus_versions(config.data))
-    return Dataset(train, validation, test, tokens.tokenizer, text)
+    dataset = Dataset(train, validation, test, tokens.tokenizer, text)
+    require_usable(dataset, config, block_size, known)
+    return dataset
+
+
+@typed
+def require_usable(
+    dataset: Dataset, config: DataConfig, block_size: int, known: KnownText | None = None
+) -> None:
+    """Raise ValueError if a dataset is too short, or not the `known` one of a run."""
+    if known is not None:
+        found = dataset.text.tokens_digest
+        _require_known(config, known, "of its tokens ", found, known.tokens_digest)
+    _require_a_block("training", dataset.train, block_size)
+    _require_a_block("validation", dataset.validation, block_size)
+    if config.test_fraction > 0 or len(dataset.test) > 0:
+        _require_a_block("test", dataset.test, block_size)
 
 
 @typed
@@ -163,6 +219,14 @@ def _load(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> "_Tokens":
+    if GIVEN in config.data:
+        raise ValueError(
+            Message(
+                "the run was trained on a Dataset in Python: give it again with dataset=, or name "
+                "other data with ",
+                Field("data"),
+            )
+        )
     path = _find_tokens(config, known)
     if path is None:
         return _load_text(config, tokenizer, known, warn, progress)
@@ -236,22 +300,126 @@ def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) ->
     if (path / INDEX_FILE).is_file():
         tokens, own_tokenizer = _open_prepared(path)
     else:
-        own_tokenizer = tokenizer or _nanogpt_tokenizer(path, config)
+        own_tokenizer, splits = _load_bare_tokens(config, path, tokenizer)
+        tokens = splits[0]
         if path.is_dir():
-            train_file, validation_file = NANOGPT
-            tokens = _open_bare_tokens(path / train_file, own_tokenizer)
-            validation = _open_bare_tokens(path / validation_file, own_tokenizer)
-            if config.test_fraction:
-                raise ValueError(
-                    Message(f"{path} is split already: ", Field("test_fraction"), " must be 0")
-                )
-        else:
-            tokens = _open_bare_tokens(path, own_tokenizer)
+            validation = splits[1]
     if tokenizer is None:
         return _Tokens(tokens, own_tokenizer, validation)
     if not is_same_vocabulary(tokenizer, own_tokenizer):
         raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
     return _Tokens(tokens, tokenizer, validation)
+
+
+def _load_bare_tokens(
+    config: DataConfig, path: Path, tokenizer: Tokenizer | None
+) -> tuple[Tokenizer, list[Any]]:
+    """Return the tokenizer and the tokens of a file without an index, or of each in a folder."""
+    if not path.is_dir():
+        files = [path]
+    else:
+        files = [path / name for name in NANOGPT]
+        if config.test_fraction:
+            raise ValueError(
+                Message(f"{path} is split already: ", Field("test_fraction"), " must be 0")
+            )
+    is_numbers = config.tokenizer == "numbers"
+    if tokenizer is None and not is_numbers:
+        tokenizer = _nanogpt_tokenizer(path, config)
+    splits = [_open_bare_tokens(file, tokenizer, config.token_dtype) for file in files]
+    if tokenizer is None:
+        tokenizer = _number_tokenizer(str(path), splits, config.numbers_vocab_size)
+    for file, split in zip(files, splits, strict=True):
+        dtype = split.dtype.name
+        _require_in_vocabulary(str(file), split, tokenizer, f"{dtype} tokens")
+    return tokenizer, [_narrow(split, tokenizer) for split in splits]
+
+
+def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) -> NumberTokenizer:
+    """Return the tokenizer of numbers for some tokens, which messages call `name`."""
+    if vocab_size is not None:
+        return NumberTokenizer(vocab_size)
+    largest = max(_extremes(split)[1] for split in splits)
+    if largest >= MAX_NUMBERS:
+        raise ValueError(
+            Message(
+                f"{name} contains token {largest} as {splits[0].dtype}, but a vocabulary has at "
+                f"most {MAX_NUMBERS:,} tokens: a .bin file may have another ",
+                Field("token_dtype"),
+            )
+        )
+    count = sum(len(split) for split in splits)
+    # Two tokens of 16 bits that are read as one of 32 are such a number.
+    if largest > count and largest >= 1 << 16:
+        raise ValueError(
+            Message(
+                f"{name} contains token {largest} as {splits[0].dtype}, but only "
+                f"{counted(count, 'token')}: if that is right, give ",
+                Field("numbers_vocab_size", largest + 1),
+                ", else another ",
+                Field("token_dtype"),
+            )
+        )
+    return NumberTokenizer(largest + 1)
+
+
+@typed
+def _extremes(tokens: Integer[np.ndarray, " tokens"]) -> tuple[int, int]:
+    """Return the smallest and the largest token, and zeros if there is none."""
+    smallest = 0
+    largest = 0
+    # In parts, so that a file that is mapped into memory is not read into it at once.
+    for start in range(0, len(tokens), CHECKED_AT_ONCE):
+        part = tokens[start : start + CHECKED_AT_ONCE]
+        smallest = min(smallest, int(part.min()))
+        largest = max(largest, int(part.max()))
+    return smallest, largest
+
+
+@typed
+def _require_in_vocabulary(
+    name: str,
+    tokens: Integer[np.ndarray, " tokens"],
+    tokenizer: Tokenizer,
+    described: str = "",
+) -> None:
+    """Raise ValueError for a token outside of the vocabulary."""
+    # An embedding returns NaN for such a token, without an error, so they are checked once here.
+    smallest, largest = _extremes(tokens)
+    wrong = largest
+    if smallest < 0:
+        wrong = smallest
+    elif largest < tokenizer.vocab_size:
+        return
+    advice = ": prepare it again"
+    if described:
+        advice += f", as {described} of a vocabulary of {tokenizer.vocab_size:,}"
+    raise ValueError(
+        f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
+        f"{tokenizer.vocab_size}{advice}"
+    )
+
+
+@typed
+def _narrow(
+    tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer
+) -> Integer[np.ndarray, " tokens"]:
+    """Return tokens in a dtype that JAX has and that is native here."""
+    if tokens.dtype.isnative and tokens.dtype.name in ("uint8", "uint16", "uint32", "int32"):
+        return tokens
+    return tokens.astype(file_dtype(tokenizer))
+
+
+def _whole_numbers(name: str, values: Any) -> Any:
+    """Return tokens of any kind as an array. Raises ValueError if they are not whole numbers."""
+    array = np.asarray(values)
+    if array.size == 0:  # an empty list has no dtype
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be one row of whole numbers, not {array.dtype}{list(array.shape)}"
+        )
+    return array
 
 
 def _load_text(
@@ -750,7 +918,7 @@ def _has_tokens(path: Path, is_text: bool) -> bool:
         return True
     if is_text:
         return False
-    return path.suffix == ".bin" or any((path / name).is_file() for name in NANOGPT)
+    return path.suffix in (".bin", ".npy") or any((path / name).is_file() for name in NANOGPT)
 
 
 @typed
@@ -771,7 +939,9 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
         )
-    return _open_tokens(path, dtype, tokenizer), tokenizer
+    tokens = _open_tokens(path, dtype, f"{dtype} tokens")
+    _require_in_vocabulary(str(path), tokens, tokenizer)
+    return tokens, tokenizer
 
 
 def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
@@ -789,61 +959,88 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
             Field("tokenizer", "gpt2"),
             " and ",
             Field("tokenizer_files"),
-            ", or name a text",
+            ", or ",
+            Field("tokenizer", "numbers"),
+            " for tokens without a text, or name a text",
         )
     )
 
 
 @typed
-def _open_bare_tokens(path: Path, tokenizer: Tokenizer) -> Integer[np.ndarray, " tokens"]:
-    """Open a file that contains only tokens, as nanoGPT's prepare.py writes it.
+def _open_bare_tokens(
+    path: Path, tokenizer: Tokenizer | None, named: TokenDtype = "auto"
+) -> Integer[np.ndarray, " tokens"]:
+    """Open a file that contains only tokens: .npy, or .bin as nanoGPT's prepare.py writes it.
 
-    The file doesn't record the width of a token, which follows from the size of the vocabulary.
-    Raises ValueError for other formats.
+    A .bin file doesn't record the width of a token. Unless it is `named`, it follows from the size
+    of the vocabulary. Raises ValueError for other formats.
     """
-    dtype = file_dtype(tokenizer)
+    if path.suffix == ".npy":
+        return _open_npy(path, named)
+    if named != "auto":
+        dtype = np.dtype(named)
+    elif tokenizer is not None:
+        dtype = file_dtype(tokenizer)
+    else:
+        raise ValueError(
+            Message(
+                f"{path} doesn't say the dtype of its tokens: give ",
+                Field("token_dtype", "uint16"),
+                ", or the dtype that it was written with",
+            )
+        )
     with path.open("rb") as file:
         beginning = file.read(8)
     if beginning.startswith(b"\x93NUMPY"):
-        raise ValueError(
-            f"{path} was written by numpy.save: write the tokens without its header, with "
-            f"tokens.astype('{dtype}').tofile({path.name!r})"
-        )
+        raise ValueError(f"{path} was written by numpy.save: name it {path.stem}.npy")
     if int.from_bytes(beginning[:4], "little") in LLM_C_MAGIC:
         raise ValueError(
             f"{path} begins with the header of llm.c: leave out its {LLM_C_HEADER:,} bytes, with "
             f"tail -c +{LLM_C_HEADER + 1} {shlex.quote(str(path))} > tokens.bin"
         )
-    vocabulary = f"the {dtype} tokens of a vocabulary of {tokenizer.vocab_size:,}"
-    tokens = _open_tokens(path, dtype, tokenizer, vocabulary)
-    # Small numbers of twice the width have an upper half of 0.
-    if dtype == np.uint16 and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
+    described = f"{dtype} tokens"
+    if tokenizer is not None:
+        described = f"the {dtype} tokens of a vocabulary of {tokenizer.vocab_size:,}"
+    tokens = _open_tokens(path, dtype, described)
+    # Small numbers of twice the width have an upper half of 0. Where the dtype is named, it counts.
+    is_guessed = named == "auto" and dtype == np.uint16
+    if is_guessed and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
         raise ValueError(
-            f"{path} seems to have uint32 tokens, because every other uint16 in it is 0: write "
-            f"{vocabulary}"
+            Message(
+                f"{path} seems to have uint32 tokens, because every other uint16 in it is 0: write "
+                f"{described}, or give ",
+                Field("token_dtype", "uint32"),
+            )
         )
     return tokens
 
 
 @typed
-def _open_tokens(
-    path: Path, dtype: np.dtype, tokenizer: Tokenizer, described: str = ""
-) -> Integer[np.ndarray, " tokens"]:
+def _open_npy(path: Path, named: TokenDtype) -> Integer[np.ndarray, " tokens"]:
+    """Map a file of `numpy.save` into memory."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} can't be read as .npy: {error}") from None
+    tokens = _whole_numbers(str(path), array)
+    if named not in ("auto", tokens.dtype.name):
+        raise ValueError(
+            Message(
+                Field("token_dtype", named), f" is not the dtype of {path}, which is {tokens.dtype}"
+            )
+        )
+    if not len(tokens):
+        raise ValueError(f"{path} has no tokens")
+    return tokens
+
+
+@typed
+def _open_tokens(path: Path, dtype: np.dtype, described: str) -> Integer[np.ndarray, " tokens"]:
+    """Map a file of nothing but tokens into memory."""
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
-        described = described or f"{dtype} tokens"
         raise ValueError(f"{path} has {size} bytes, so it cannot have {described}")
-    tokens = np.memmap(path, dtype, mode="r")
-    # An embedding returns NaN for such a token, without an error, so they are checked once here.
-    largest = 0
-    for start in range(0, len(tokens), CHECKED_AT_ONCE):
-        largest = max(largest, int(tokens[start : start + CHECKED_AT_ONCE].max()))
-    if largest >= tokenizer.vocab_size:
-        raise ValueError(
-            f"{path} contains token {largest}, outside its tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size}: prepare it again" + (f", as {described}" if described else "")
-        )
-    return tokens
+    return np.memmap(path, dtype, mode="r")
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -860,6 +1057,15 @@ def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
             for text in texts():
                 characters.update(text)
             return tokenizers.CharTokenizer.from_text("".join(characters))
+        case "numbers":
+            size = config.numbers_vocab_size
+            everything = NumberTokenizer(size or MAX_NUMBERS)
+            if size is not None:
+                return everything
+            largest = 0
+            for text in texts():
+                largest = max(largest, *everything.encode(text).tolist(), 0)
+            return NumberTokenizer(largest + 1)
         case _:
             assert_never(config.tokenizer)
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import reprlib
 import secrets
 import time
 from collections import deque
@@ -35,6 +36,8 @@ LONG_WORD = 1 << 12
 LONGEST_PROBE = 3.0
 """The seconds in which regular expressions must read a few words; usual ones take milliseconds."""
 MAX_THREADS = 8
+MAX_NUMBERS = 1 << 24
+"""The largest vocabulary of numbers, which is that of a model."""
 NO_TOKEN = -1
 """The entry in a table of tokens for code points that the vocabulary lacks."""
 CHARACTERS_AT_ONCE = 1 << 18
@@ -175,6 +178,53 @@ class ByteTokenizer:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=False
         )
+        return backend
+
+
+class NumberTokenizer:
+    """Tokens without a text, such as notes or measurements. Numbers with spaces between them stand
+    for tokens."""
+
+    begin: tuple[int, ...] = ()
+    """The tokens that `encode` puts before a text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Make a tokenizer of the numbers from 0 to `vocab_size` - 1."""
+        if not 0 < vocab_size <= MAX_NUMBERS:
+            raise ValueError(f"vocab_size={vocab_size} must be from 1 to {MAX_NUMBERS:,}")
+        self.vocab_size = vocab_size
+        """The number of tokens."""
+
+    @typed
+    def encode(self, text: str) -> Tokens:
+        """Return the numbers in a text, which white space separates."""
+        words = text.split()
+        tokens = np.empty(len(words), np.int32)
+        for place, word in enumerate(words):
+            # `int` would read "1_000", "+1" and digits of other scripts, too.
+            is_number = word.isascii() and word.isdigit() and len(word) <= 9
+            if not is_number or int(word) >= self.vocab_size:
+                raise UnencodableText(
+                    f"word {place + 1} of the text, {reprlib.repr(word)}, is not a token: the "
+                    f"tokens are the numbers from 0 to {self.vocab_size - 1}"
+                )
+            tokens[place] = int(word)
+        return tokens
+
+    @typed
+    def decode(self, tokens: AnyTokens) -> str:
+        """Join the numbers with spaces."""
+        return " ".join(str(token) for token in _in_range(tokens, self.vocab_size))
+
+    def to_json(self) -> str:
+        """Return the tokenizer as JSON."""
+        return json.dumps({"type": "numbers", "vocab_size": self.vocab_size})
+
+    def to_hf(self) -> tokenizers.Tokenizer:
+        """Convert to a vocabulary of words in the tokenizers library."""
+        vocabulary = {str(token): token for token in range(self.vocab_size)}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="0"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return backend
 
 
@@ -586,7 +636,7 @@ class _Renamed:
     """The original number of each added token, by its new number."""
 
 
-Tokenizer = CharTokenizer | ByteTokenizer | BPETokenizer
+Tokenizer = CharTokenizer | ByteTokenizer | NumberTokenizer | BPETokenizer
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -701,6 +751,9 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     if isinstance(tokenizer, ByteTokenizer):
         encode_bytes = inspect.unwrap(ByteTokenizer.encode)
         return lambda part: encode_bytes(tokenizer, part.text)
+    if isinstance(tokenizer, NumberTokenizer):
+        encode_numbers = inspect.unwrap(NumberTokenizer.encode)
+        return lambda part: encode_numbers(tokenizer, part.text)
     encode = inspect.unwrap(BPETokenizer.encode_part)
     if tokenizer._fast is not None:  # made once, rather than by each thread
         return lambda part: encode(tokenizer, part.text)
@@ -748,6 +801,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return CharTokenizer(values["characters"])
         if kind == "byte":
             return ByteTokenizer()
+        if kind == "numbers":
+            return NumberTokenizer(values["vocab_size"])
         if kind == "bpe":
             adds_special_tokens = values.get("adds_special_tokens") is True
             return BPETokenizer.from_hf(
@@ -759,7 +814,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         raise ValueError(f"not a tokenizer: {error}") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None
-    raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte or bpe")
+    raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte, numbers or bpe")
 
 
 def text_of_token(tokenizer: Tokenizer, token: int) -> str:

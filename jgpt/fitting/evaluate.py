@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig
-from jgpt.data.dataset import count_characters, load_dataset, load_text
-from jgpt.data.tokenizers import Tokenizer, UnencodableText
+from jgpt.data.dataset import Dataset, count_characters, load_dataset, load_text, require_usable
+from jgpt.data.tokenizers import NumberTokenizer, Tokenizer, UnencodableText
 from jgpt.fields import Make
 from jgpt.fitting.progress import Progress
 from jgpt.hardware import current_platform
@@ -36,7 +36,8 @@ class Evaluation:
     loss: float
     """The mean loss in nats per token, over every held-out target once."""
     perplexity: float
-    bits_per_character: float
+    bits_per_character: float | None
+    """None for tokens without a text."""
     tokens: int
     """The number of targets."""
     data: str | None = None
@@ -52,6 +53,7 @@ def evaluate(
     split: Literal["validation", "test"] = "validation",
     data: str | tuple[str, ...] = (),
     data_field: str | None = None,
+    dataset: Dataset | None = None,
     window: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -59,11 +61,11 @@ def evaluate(
 
     The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
     another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
-    as the run's text was. `data_field` is its field or column, by default that of the run. A run of
-    a custom model needs the `model` again, as an object or as FILE.py:NAME. The text is evaluated
-    in windows of `window` tokens, at most `block_size`. Raises ValueError for a split that the run
-    does not have, a longer window, or a text that the tokenizer can't encode, and the errors of
-    `load`.
+    as the run's text was. `data_field` is its field or column, by default that of the run. A run
+    that was trained on a `dataset` needs it again. A run of a custom model needs the `model` again,
+    as an object or as FILE.py:NAME. The text is evaluated in windows of `window` tokens, at most
+    `block_size`. Raises ValueError for a split that the run does not have, a longer window, or a
+    text that the tokenizer can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
     loaded, tokenizer, config = load(run_directory, model=model, which=which)
@@ -89,7 +91,11 @@ def evaluate(
     if data:
         tokens = _read_other_text(config.dataset, data, data_field, tokenizer, progress)
     else:
-        tokens = _read_split(directory, config.dataset, split, size, tokenizer, progress)
+        if dataset is None:
+            dataset = _load_known(directory, config.dataset, size, tokenizer, progress)
+        else:
+            require_usable(dataset, config.dataset, size, known_text(lines))
+        tokens = _tokens_of(dataset, split, directory)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
@@ -102,7 +108,9 @@ def evaluate(
     _require_finite_loss(loss, loaded, run_directory)
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
-    bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
+    bits = None
+    if not isinstance(tokenizer, NumberTokenizer):
+        bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
     return Evaluation(loss, _perplexity(loss), bits, len(targets), " ".join(data) or None)
 
 
@@ -121,21 +129,15 @@ def _other_data(data: str | tuple[str, ...], split: str, data_field: str | None)
     return data
 
 
-@typed
-def _read_split(
+def _load_known(
     run: RunDirectory,
     config: DataConfig,
-    split: str,
     block_size: int,
     tokenizer: Tokenizer,
     progress: Progress,
-) -> Integer[np.ndarray, " tokens"]:
-    """Return a split of the run's own text."""
-    if split == "test" and not config.test_fraction:
-        raise ValueError(
-            Message(f"{run.path} has no test split: its ", Field("test_fraction"), " is 0")
-        )
-    dataset = load_dataset(
+) -> Dataset:
+    """Load the data that the run was trained on."""
+    return load_dataset(
         config,
         block_size,
         tokenizer=tokenizer,
@@ -143,9 +145,18 @@ def _read_split(
         warn=progress.warned,
         progress=progress.tokenized,
     )
-    if split == "test":
-        return dataset.test
-    return dataset.validation
+
+
+@typed
+def _tokens_of(dataset: Dataset, split: str, run: RunDirectory) -> Integer[np.ndarray, " tokens"]:
+    """Return a split of the run's own data."""
+    if split == "validation":
+        return dataset.validation
+    if len(dataset.test) == 0:
+        raise ValueError(
+            Message(f"{run.path} has no test split: its ", Field("test_fraction"), " is 0")
+        )
+    return dataset.test
 
 
 @typed

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgpt.config import TrainConfig
+from jgpt.data.dataset import Dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.fields import Make
 from jgpt.fitting.loop import Training
@@ -109,6 +110,7 @@ def fit(
     *,
     model: Make | str = None,
     optimizer: Make | str = None,
+    dataset: Dataset | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
@@ -124,15 +126,16 @@ def fit(
     uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
     same arguments; process 0 writes and reports.
 
-    `resume` continues from the directory's last checkpoint, or starts if there is none yet;
-    `overwrite` deletes the existing run. `should_stop` is polled after each call of steps, and
-    while the text is tokenized. `profile_steps` are traced into the run's folder `profile`.
-    `platform`, by default the current one, decides the config's `auto`. `progress` is by default
-    shown on a terminal and in a notebook; None is silent. Raises ValueError or OSError before
-    anything is written or deleted; later OSError if something can't be written, FloatingPointError
-    for a loss or gradient that is not finite, and TrainingStopped, each with the last good state in
-    a checkpoint. A stop before the first step raises StoppedBeforeTraining, which is a kind of
-    TrainingStopped.
+    `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
+    give the same one to resume. `resume` continues from the directory's last checkpoint, or starts
+    if there is none yet; `overwrite` deletes the existing run. `should_stop` is polled after each
+    call of steps, and while the text is tokenized. `profile_steps` are traced into the run's folder
+    `profile`. `platform`, by default the current one, decides the config's `auto`. `progress` is by
+    default shown on a terminal and in a notebook; None is silent. Raises ValueError or OSError
+    before anything is written or deleted; later OSError if something can't be written,
+    FloatingPointError for a loss or gradient that is not finite, and TrainingStopped, each with the
+    last good state in a checkpoint. A stop before the first step raises StoppedBeforeTraining,
+    which is a kind of TrainingStopped.
     """
     started = time.perf_counter()
     if profile_steps < 0:
@@ -143,7 +146,7 @@ def fit(
     with raise_in_all_processes():
         require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
-        prepared = prepare(config, target, machine, progress, should_stop)
+        prepared = prepare(config, target, machine, progress, should_stop, dataset=dataset)
     # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:

@@ -9,7 +9,8 @@ from typing import Any
 
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
-from jgpt.data.dataset import Dataset, load_dataset
+from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
+from jgpt.data.tokenizers import is_same_vocabulary
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
     ResolvedConfig,
@@ -63,16 +64,23 @@ def prepare(
     machine: Machine,
     progress: Progress,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    dataset: Dataset | None = None,
 ) -> PreparedRun:
     """Load the text, decide what the config leaves open, and check all of it. Nothing is written.
 
-    Raises ValueError or OSError if the run can't start, and StoppedBeforeTraining.
+    A given `dataset` is trained on in place of the config's text. Raises ValueError or OSError if
+    the run can't start, and StoppedBeforeTraining.
     """
     for name in config.trackers:
         require_tracker(name)
     _require_custom_code(config, target.saved)
     config = _with_newlines_of(target.saved, config)
-    dataset = _load_text(config, target, progress, should_stop)
+    if dataset is None:
+        dataset = _load_text(config, target, progress, should_stop)
+    else:
+        config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
+        _require_same_dataset(dataset, config, target.saved)
     recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
     if target.saved is not None:
         _require_resumable(recorded, target.saved, progress.warned)
@@ -161,6 +169,16 @@ def _load_text(
         if stop_is_asked:
             raise StoppedBeforeTraining(target.path) from None
         raise
+
+
+def _require_same_dataset(dataset: Dataset, config: TrainConfig, saved: SavedRun | None) -> None:
+    """Raise ValueError if a dataset is too short, or not the one of the run to resume."""
+    known = None
+    if saved is not None:
+        known = saved.text
+        if not is_same_vocabulary(saved.tokenizer, dataset.tokenizer):
+            raise ValueError("the dataset has another tokenizer than the run to resume")
+    require_usable(dataset, config.dataset, config.model.block_size, known)
 
 
 def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> None:

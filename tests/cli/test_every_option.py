@@ -183,6 +183,8 @@ DATA_CONFIG = {
     "validation_fraction": 0.2,
     "test_fraction": 0.3,
     "data_field": "body",
+    "token_dtype": "uint32",
+    "numbers_vocab_size": 400,
 }
 PARTS = {
     None: TRAIN_CONFIG,

@@ -247,6 +247,9 @@ def sampling() -> None:
 def text() -> None:
     """Text to tokens and back."""
     pieces = tokenizers.BPETokenizer.train(["ab ab"], 257)
+    numbers_of_text = tokenizers.NumberTokenizer(9)
+    numbers_of_text.encode("1 2")
+    numbers_of_text.decode(np.ones(31, np.int32))
     for tokenizer in (tokenizers.CharTokenizer("\0ab"), tokenizers.ByteTokenizer(), pieces):
         tokenizer.encode("ab")
         tokenizer.decode(np.ones(31, np.int32))
@@ -282,6 +285,11 @@ def files() -> None:
     describe_optimizer_groups(OptimizerConfig(make=plain_descent), weights)
     np.ones(31, np.uint16).tofile(folder / "tokens.bin")
     dataset._open_bare_tokens(folder / "tokens.bin", tokenizers.CharTokenizer("ab"))
+    np.save(folder / "tokens.npy", np.ones(31, np.int64))
+    dataset._open_bare_tokens(folder / "tokens.npy", None)
+    dataset.Dataset.from_tokens(np.ones(180, np.int64))
+    jgpt.evaluate(folder / "run")
+    jgpt.evaluate(folder / "run", data=str(folder / "text"))
     gpt = dataclasses.replace(LECTURE, dropout=0.0, use_bias=True, qkv_bias=True)
     jgpt.save_hf(model_of(gpt), folder / "hf")
 

@@ -57,9 +57,8 @@ def eval_(
     if result.data is not None:
         lines.append(f"text                {result.data}")
         loss = "loss"
-    return [
-        *lines,
-        f"{loss:<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets",
-        f"perplexity          {result.perplexity:.3f}",
-        f"bits per character  {result.bits_per_character:.4f}",
-    ]
+    lines.append(f"{loss:<18}  {result.loss:.4f} nats per token, over {result.tokens:,} targets")
+    lines.append(f"perplexity          {result.perplexity:.3f}")
+    if result.bits_per_character is not None:
+        lines.append(f"bits per character  {result.bits_per_character:.4f}")
+    return lines
