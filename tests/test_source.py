@@ -647,7 +647,6 @@ class GPT(jgpt.GPT):
 FAILING_CONSTRUCTOR = """
 import jax.numpy as jnp
 import jgpt
-from tests.quick import only
 
 
 class GPT(jgpt.GPT):
@@ -667,26 +666,10 @@ TRAIN_TINY = ("train", "tiny", "--data", "text.txt")
         *only(
             [],
             [
-                (
-                    FAILING_GPT,
-                    ("train", "tiny", "--data", "text.txt", "--dry-run"),
-                    "x is [b t 32], y",
-                ),
-                (
-                    FAILING_GPT,
-                    ("info", "tiny"),
-                    "x is [b t 32], y is [b t 3]: 32 and 3 don't match",
-                ),
-                (
-                    FAILING_GPT,
-                    ("shapes", "tiny"),
-                    "x is [b t 32], y is [b t 3]: 32 and 3 don't match",
-                ),
-                (
-                    FAILING_CONSTRUCTOR,
-                    ("shapes", "tiny"),
-                    "`jnp.ones(7)` is [7], `jnp.ones(config.bl",
-                ),
+                (FAILING_GPT, (*TRAIN_TINY, "--dry-run"), "x is [b t 32], y is [b t 3]: 32 and 3"),
+                (FAILING_GPT, ("info", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3"),
+                (FAILING_GPT, ("shapes", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3"),
+                (FAILING_CONSTRUCTOR, ("shapes", "tiny"), "`jnp.ones(7)` is [7], `jnp.ones("),
             ],
         ),
     ],
@@ -709,6 +692,34 @@ def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words,
     # Python keeps the program of an imported file, unless it is told not to.
     after = [path for path in tmp_path.iterdir() if path.name != "__pycache__"]
     assert sorted(after) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "run"),
+        ("sample", "run", "--prompt", "be"),
+        ("look", "run", "--prompt", "be"),
+    ],
+)
+def test_the_source_of_a_run_s_model_that_fails_is_shown(tmp_path, words):
+    (tmp_path / "my_gpt.py").write_text("import jgpt\n\n\nclass GPT(jgpt.GPT):\n    pass\n")
+    (tmp_path / "text.txt").write_text("To be or not to be. " * 200)
+    train = (*TRAIN_TINY, "--out", "run", "--steps", "2", "--model", "my_gpt.py:GPT")
+    worked(*train, cwd=tmp_path)
+    before = sorted(tmp_path.rglob("*.*"))
+    # A module is named after its content, so each case has another one.
+    (tmp_path / "my_gpt.py").write_text(f"{FAILING_GPT}# {words}\n")
+
+    done = command(*words, "--model", "my_gpt.py:GPT", cwd=tmp_path)
+
+    assert done.code == 2
+    *shown, last = done.stderr.splitlines()
+    assert last.startswith("jgpt: my_gpt.py, line 9: return x + y: TypeError: ")
+    assert shown[-1] == "x is [b t 32], y is [b t 3]: 32 and 3 don't match"
+    assert " !" in shown[-3]
+    assert sorted(path for path in tmp_path.rglob("*.*") if path.suffix != ".pyc") == before
 
 
 def test_a_word_that_is_a_model_is_that_of_the_default_preset(tmp_path):

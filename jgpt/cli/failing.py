@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jgpt.cli.functions import print_lines
+from jgpt.cli.sources import print_lines
 from jgpt.cli.terminal import open_console
 from jgpt.config import TrainConfig
 from jgpt.user_code import CustomCodeError, describe_error
@@ -21,14 +21,16 @@ def source_shown(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if config.model.make is not None and describe_error(error) is not None:
-            # Whatever goes wrong here must not hide the error itself.
-            with contextlib.suppress(Exception):
-                _print_failing_source(config, error)
+        # Whatever goes wrong here must not hide the error itself.
+        with contextlib.suppress(Exception):
+            print_failing_source(config, error)
         raise
 
 
-def _print_failing_source(config: TrainConfig, error: Exception) -> None:
+def print_failing_source(config: TrainConfig, error: Exception) -> None:
+    """Print the source of a custom model on standard error if it is why a command has failed."""
+    if config.model.make is None or describe_error(error) is None:
+        return
     from jgpt.hardware import process_index
     from jgpt.shapes.source import folders_of, source_of_calls
     from jgpt.training.programs import sizes_to_trace

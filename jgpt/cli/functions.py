@@ -1,24 +1,15 @@
 """A function in a user's file, traced with arrays that are written as text."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from json import dumps
 from typing import Any
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines
 from jgpt.cli.options import OptionError
-from jgpt.cli.terminal import open_console, say
+from jgpt.cli.sources import lines_of_source, lines_of_tree, print_lines
+from jgpt.cli.terminal import open_console
 from jgpt.user_code import load_code
-
-_STYLES = {
-    "heading": "bold",
-    "reached": "",
-    "not reached": "dim",
-    "failed": "red",
-    "not finite": "red",
-}
 
 
 def is_code(what: str) -> bool:
@@ -70,17 +61,6 @@ def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
         raise ValueError(failed.error) from None
 
 
-def lines_of_tree(tree: Any, depth: int, *, json: bool) -> Lines:
-    """Print a `ShapeTrace`, or return it as JSON."""
-    from jgpt.shapes.trace import name_colours
-
-    if json:
-        return [dumps(tree.as_json(), allow_nan=False)]
-    lines = tree.lines(depth)
-    say(open_console(), *lines, colours=name_colours("\n".join(lines)))
-    return []
-
-
 def show_values(run: str, prompt: str, model: str | None, *, of: str | None, json: bool) -> Lines:
     """Print the source of a run's model with the values of a prompt, or return it as JSON."""
     with runs.loaded_run(run, "best", model=model) as (loaded, tokenizer, _):
@@ -116,31 +96,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(function.__init__)
     parameters = list(signature.parameters.values())[1:]
     return signature.replace(parameters=parameters)
-
-
-class SourceError(ValueError):
-    """The error that ended a trace, with the source up to its line as JSON."""
-
-    def __init__(self, message: str, document: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.document = document
-
-
-def lines_of_source(source: Any, *, json: bool) -> Lines:
-    """Print an `AnnotatedSource`, or return it as JSON. Raises SourceError if it has an error."""
-    if not json:
-        print_lines(source, open_console())
-    if source.error is not None:
-        raise SourceError(source.error, source.as_json())
-    if json:
-        return [dumps(source.as_json(), allow_nan=False)]
-    return []
-
-
-def print_lines(source: Any, console: Any) -> None:
-    """Print an `AnnotatedSource` without its error, which is a command's last line."""
-    from jgpt.shapes.trace import name_colours
-
-    colours = name_colours(str(source))
-    for line, kind in dataclasses.replace(source, error=None).lines():
-        say(console, line, colours=colours, style=_STYLES[kind])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.cli import terminal
+from jgpt.cli.failing import print_failing_source
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import (
     TrainConfig,
@@ -20,6 +21,27 @@ def loaded_run(
     run: str, which: Any, mesh: str | None = None, model: str | None = None, weights: str = "saved"
 ) -> Iterator[tuple[Any, Any, Any]]:
     """A run's model, tokenizer and config, with its mesh set inside the block."""
+    with failing_source_shown(run, model), _loaded(run, which, mesh, model, weights) as loaded:
+        yield loaded
+
+
+@contextlib.contextmanager
+def failing_source_shown(run: str, model: str | None) -> Iterator[None]:
+    """If a run's custom model fails in the block, print its source up to the line that fails."""
+    try:
+        yield
+    except Exception as error:
+        if model is not None:
+            # Whatever goes wrong here must not hide the error itself.
+            with contextlib.suppress(Exception):
+                print_failing_source(config_of(run, model), error)
+        raise
+
+
+@contextlib.contextmanager
+def _loaded(
+    run: str, which: Any, mesh: str | None, model: str | None, weights: str
+) -> Iterator[tuple[Any, Any, Any]]:
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
         from jgpt.parallel.mesh import use_mesh

@@ -37,7 +37,12 @@ def eval_(
         from jgpt.fitting.evaluate import evaluate
         from jgpt.parallel.mesh import use_mesh
 
-    with use_mesh(mesh), ConsoleProgress(open_console(stderr=True), "evaluating") as progress:
+    console = open_console(stderr=True)
+    with (
+        runs.failing_source_shown(run, model),
+        use_mesh(mesh),
+        ConsoleProgress(console, "evaluating") as progress,
+    ):
         result = evaluate(
             run,
             which=checkpoint,

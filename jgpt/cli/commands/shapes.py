@@ -9,7 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
-from jgpt.cli import functions, runs, terminal
+from jgpt.cli import functions, runs, sources, terminal
 from jgpt.cli.arguments import Lines, ModelOption
 from jgpt.cli.failing import source_shown
 from jgpt.cli.follow import follow as follow_file
@@ -187,7 +187,7 @@ def _strict_json(json: bool, source: bool) -> Iterator[None]:
 
 def _document(error: Exception) -> dict[str, Any]:
     """Return an error as JSON, with the place in the user's file where there is one."""
-    if isinstance(error, functions.SourceError):
+    if isinstance(error, sources.SourceError):
         return error.document
     message = on_one_line(describe_error(error) or message_of(error) or repr(error))
     path, line = place_of_error(error) or (None, None)
@@ -213,7 +213,7 @@ def _show_tree(
 
     traces = (program.trace() for program in chain([first], others))
     tree = name_sizes(traces, symbols).tree
-    return functions.lines_of_tree(tree, depth, json=json)
+    return sources.lines_of_tree(tree, depth, json=json)
 
 
 def _show_source(
@@ -235,4 +235,4 @@ def _show_source(
     source = source_of_calls(chain([first], others), symbols, folders)
     if of is not None:
         source = source.of(of)
-    return functions.lines_of_source(source, json=json)
+    return sources.lines_of_source(source, json=json)
