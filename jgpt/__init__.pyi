@@ -23,6 +23,7 @@ from .shapes.contract import check, typed
 from .shapes.proofs import prove
 from .shapes.source import annotated_source
 from .shapes.trace import shape_trace
+from .training.objective import Loss, next_token_loss
 from .training.state import init_state
 from .training.step import make_train_steps
 
@@ -43,6 +44,7 @@ __all__ = [
     "FeedForward",
     "Head",
     "LanguageModel",
+    "Loss",
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "load_pretrained",
     "look",
     "make_train_steps",
+    "next_token_loss",
     "preset",
     "prove",
     "save",

@@ -358,6 +358,9 @@ class TrainConfig(Fields):
     """The mesh of devices, such as data=2,fsdp=2,tensor=2: data shards the batch, fsdp also the
     train state, tensor heads and features. By default all accelerators over data, or over fsdp if
     one can't hold the train state."""
+    objective: Make = None
+    """What makes the objective that training minimises, called as make(config): the user's own
+    function, instead of the cross-entropy. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         validate(self)

@@ -259,11 +259,17 @@ Make = Callable | Code | None
 """Custom code in a config, or the record of it."""
 
 
+def code_fields(kind: type) -> list[str]:
+    """Return the names of a config's fields that hold custom code."""
+    return [name for name, (hint, _) in _hints(kind).items() if hint == Make]
+
+
 def values_without_code(config: Any) -> dict[str, Any]:
     """Return the fields by name, without custom code."""
+    code = code_fields(type(config))
     values = {}
     for field in dataclasses.fields(config):
-        if field.name != "make":
+        if field.name not in code:
             values[field.name] = getattr(config, field.name)
     return values
 
@@ -274,13 +280,15 @@ def as_dict(config: Any) -> dict[str, Any]:
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
             values[name] = as_dict(value)
-    make = getattr(config, "make", None)
-    if make is not None:
+    for name in code_fields(type(config)):
+        make = getattr(config, name)
+        if make is None:
+            continue
         record = dataclasses.asdict(Code.of(make))
         modules = record.pop("modules")
         if modules:
             record["modules"] = dict(modules)
-        values |= dict(record.pop("fields")) | {"make": record}
+        values |= dict(record.pop("fields")) | {name: record}
     return values
 
 
@@ -306,11 +314,15 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     fields = dict(getattr(kind, "of_older_files", {}))
     older_names = getattr(kind, "older_names", {})
     values = {older_names.get(name, name): value for name, value in values.items()}
-    recorded = values.get("make")
-    if isinstance(recorded, dict):
-        fields["make"] = _code_from_dict(recorded, values, set(hints))
-        values = {name: value for name, value in values.items() if name in hints}
-        del values["make"]
+    for name in code_fields(kind):
+        recorded = values.get(name)
+        if not isinstance(recorded, dict):
+            continue
+        others: dict[str, Any] = {}
+        if name == "make":  # the custom config class may have fields that this class lacks
+            others = {other: value for other, value in values.items() if other not in hints}
+        fields[name] = _code_from_dict(recorded, others)
+        values = {other: value for other, value in values.items() if other not in (name, *others)}
     for name, value in values.items():
         nested: Any = hints.get(name)
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):
@@ -326,12 +338,9 @@ def _as_tuple(value: Any) -> Any:
     return value
 
 
-def _code_from_dict(recorded: dict[str, Any], values: dict[str, Any], known: set[str]) -> Code:
+def _code_from_dict(recorded: dict[str, Any], others: dict[str, Any]) -> Code:
     """Make the record of custom code, with the fields of a config that only the custom class
     has."""
-    others = []
-    for name, value in values.items():
-        if name not in known:
-            others.append((name, _as_tuple(value)))
+    fields = tuple((name, _as_tuple(value)) for name, value in others.items())
     modules = tuple(dict(recorded.get("modules", {})).items())
-    return Code(**recorded | {"fields": tuple(others), "modules": modules})
+    return Code(**recorded | {"fields": fields, "modules": modules})

@@ -1,5 +1,5 @@
-"""Custom models and optimizers: loading them from a file, and comparing them with those of a
-run."""
+"""Custom models, optimizers and objectives: loading them from a file, and comparing them with those
+of a run."""
 
 import dataclasses
 import hashlib
@@ -145,8 +145,9 @@ def with_code(
     config: TrainConfig,
     model: Make | str = None,
     optimizer: Make | str = None,
+    objective: Make | str = None,
 ) -> TrainConfig:
-    """Put a custom model and optimizer into a config, as objects or as FILE.py:NAME.
+    """Put a custom model, optimizer and objective into a config, as objects or as FILE.py:NAME.
 
     `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
@@ -165,7 +166,20 @@ def with_code(
         _require_call(make, rule, config.optimizer, config.steps)
         custom_optimizer = dataclasses.replace(config.optimizer, make=make)
         config = dataclasses.replace(config, optimizer=custom_optimizer)
+    if objective is not None and not isinstance(objective, Code):
+        make = _loaded_code(objective)
+        _require_call(make, "the objective is made by a function of (config)", config)
+        config = dataclasses.replace(config, objective=make)
     return config
+
+
+def custom_code(config: TrainConfig) -> dict[str, Make]:
+    """Return the custom code of a config by its name as an argument; None where it has none."""
+    return {
+        "model": config.model.make,
+        "optimizer": config.optimizer.make,
+        "objective": config.objective,
+    }
 
 
 def _loaded_code(code: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -214,16 +228,15 @@ def _takes_nothing(self: Any) -> None:
 
 
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """Return a line for each file of the model and the optimizer that changed since the run
-    began."""
+    """Return a line for each file of custom code that changed since the run began."""
     lines = []
-    for part in ("model", "optimizer"):
-        make = getattr(given, part).make
+    saved_code = custom_code(saved)
+    for part, make in custom_code(given).items():
         if make is None:
             continue
         new = Code.of(make)
         changed = f"{part} {new.named} has changed since the run began"
-        saved_make = getattr(saved, part).make
+        saved_make = saved_code[part]
         if saved_make is None:
             lines.append(f"the {changed}")
             continue
@@ -244,8 +257,7 @@ def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
 def code_facts(config: TrainConfig) -> dict[str, str | None]:
     """Return the facts about custom code on which processes must agree: its names and SHA-256."""
     facts: dict[str, str | None] = {}
-    for part in ("model", "optimizer"):
-        make = getattr(config, part).make
+    for part, make in custom_code(config).items():
         if make is None:
             facts[f"{part}_code"] = None
             continue

@@ -10,6 +10,7 @@ from jgpt.cli.options import (
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
 from jgpt.refusal import Field, Message
+from jgpt.user_code import custom_code
 
 Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
 LatestRun = Annotated[
@@ -63,10 +64,9 @@ def shell_command(*words: object) -> str:
 
 
 def code_options(config: TrainConfig) -> list[str]:
-    """The options for a custom model and optimizer."""
-    makes = {"--model": config.model.make, "--optimizer": config.optimizer.make}
+    """The options for a custom model, optimizer and objective."""
     words = []
-    for flag, make in makes.items():
+    for part, make in custom_code(config).items():
         if make is not None:
-            words.extend([flag, Code.of(make).named])
+            words.extend([f"--{part}", Code.of(make).named])
     return words

@@ -16,7 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jgpt.cli.options import in_options
-from jgpt.cli.report import describe_batch, describe_optimizer_groups, describe_run
+from jgpt.cli.report import (
+    describe_batch,
+    describe_objective,
+    describe_optimizer_groups,
+    describe_run,
+)
 from jgpt.cli.terminal import say, spinner
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
@@ -114,6 +119,7 @@ class ConsoleProgress(TrainingProgress):
         dimensions = weight_dimensions(config.model)
         lines = describe_run(config, parameters, len(dataset.train), len(dataset.validation))
         lines += describe_optimizer_groups(config.optimizer, state.weights, dimensions)
+        lines += describe_objective(config)
         lines.append(self._describe_start(config, step))
         self.say(*lines)
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")

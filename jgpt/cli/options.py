@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 import docstring_parser
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.fields import code_fields
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.refusal import Field, Message, Placeholder
 from jgpt.user_code import with_code
@@ -85,6 +86,8 @@ class RunOptions:
     """Show what the run needs, without training or writing."""
     model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom model: a class or function in a Python file. The file is executed."""
+    objective: Annotated[str | None, OptionSpec("FILE:NAME")] = None
+    """A custom objective: a function in a Python file. The file is executed."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
     live: bool = False
@@ -332,7 +335,9 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     optimizer_code = None
     if ".py:" in values.get("optimizer", ""):
         optimizer_code = values.pop("optimizer")
-    config = with_code(_base_config(values, options), model, optimizer_code)
+    # a config's field of this name holds the loaded code
+    objective = values.pop("objective", None)
+    config = with_code(_base_config(values, options), model, optimizer_code, objective)
     # apart from `values`, in which `model` and `optimizer` are the options of those names
     parts = {part: _replace_given(getattr(config, part), values) for part in GROUPS}
     return {
@@ -414,13 +419,16 @@ def _options(owner: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
     for documented in _documentation(source).params:
         texts[documented.arg_name] = documented.description or ""
     kinds = get_type_hints(source)
+    hidden = {"vocab_size"}  # the tokenizer determines it
+    if not is_function:
+        hidden |= set(code_fields(source))  # options of their own give it
     annotated = get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
         default = parameter.default
         if not is_function:
             default = getattr(owner, name)
-        if dataclasses.is_dataclass(default) or name in ("vocab_size", "make"):
-            continue  # a group of its own; the tokenizer determines it; --model gives it
+        if dataclasses.is_dataclass(default) or name in hidden:  # a part is a group of its own
+            continue
         if kinds[name] is bool and isinstance(owner, CONFIGS):
             default = None  # a file's may be either
         shown = OptionSpec()

@@ -105,6 +105,17 @@ def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str
     return line
 
 
+def describe_objective(config: TrainConfig) -> list[str]:
+    """A line that names a custom objective; none for the cross-entropy."""
+    if config.objective is None:
+        return []
+    code = Code.of(config.objective)
+    name = code.named
+    if code.file is None:  # typed into a notebook
+        name = code.name
+    return [f"custom objective {name}; validation losses are cross-entropies"]
+
+
 def describe_run(
     config: TrainConfig, parameters: int, training_tokens: int, validation_tokens: int
 ) -> list[str]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgpt.config import TrainConfig
+from jgpt.data.batch import Batch
+from jgpt.data.batches import batches, resident
 from jgpt.data.dataset import Dataset
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.fields import Make
@@ -42,11 +44,13 @@ from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, Run
 from jgpt.runs.load import load
 from jgpt.runs.target import choose_target
 from jgpt.shapes.contract import typed
+from jgpt.training.custom_objective import first_loss, require_finite, require_pure
 from jgpt.training.evaluation import EvaluationPlan
+from jgpt.training.optimizer import trained_weights
 from jgpt.training.plan import Plan, make_plan, with_process_memory
 from jgpt.training.state import TrainState, dropout_stream, init_state, is_finite
 from jgpt.training.step import make_train_steps
-from jgpt.user_code import describe_error, with_code
+from jgpt.user_code import custom_code, describe_error, with_code
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def fit(
     model: Make | str = None,
     optimizer: Make | str = None,
     dataset: Dataset | None = None,
+    objective: Make | str = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
@@ -122,9 +127,11 @@ def fit(
 
     `model` makes a custom model: `model(config.model, rngs=rngs)` returns a `LanguageModel`, and
     `config.model` is converted to the class that it annotates. `optimizer` makes an optax
-    optimizer: `optimizer(config.optimizer, config.steps)`. Either may be FILE.py:NAME. Training
-    uses the mesh of the config, by default all accelerators. Every process calls `fit` with the
-    same arguments; process 0 writes and reports.
+    optimizer: `optimizer(config.optimizer, config.steps)`. `objective` makes what is minimised:
+    `objective(config)` returns a function of (model, batch, rngs), whose result is the mean over
+    the batch or a `Loss`. Each may be FILE.py:NAME. Training uses the mesh of the config, by
+    default all accelerators. Every process calls `fit` with the same arguments; process 0 writes
+    and reports.
 
     `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
     give the same one to resume. `resume` continues from the directory's last checkpoint, or starts
@@ -140,7 +147,7 @@ def fit(
     started = time.perf_counter()
     if profile_steps < 0:
         raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
-    config = with_code(config, model, optimizer)
+    config = with_code(config, model, optimizer, objective)
     machine = this_machine(platform)
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
@@ -205,7 +212,7 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
         # Everything that may reject the start, which writes nothing.
         state = _starting_state(prepared, run)
         train_steps = make_train_steps(config)
-        _check_custom_code(config, state, train_steps, progress)
+        _check_custom_code(prepared, state, train_steps, progress)
         step = int(state.step)
         trackers = Trackers()
         with raise_in_all_processes():
@@ -339,23 +346,47 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
 
 
 def _check_custom_code(
-    config: TrainConfig, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
+    prepared: PreparedRun, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
 ) -> None:
-    """Trace a custom model and optimizer, to raise their errors before anything is written.
+    """Trace custom code, to raise its errors before anything is written.
 
-    Also warn of a model that computes something else elsewhere than in training.
+    Also warn of a model that computes something else elsewhere than in training, and compute a
+    custom objective on the first batch.
     """
-    if config.model.make is None and config.optimizer.make is None:
+    config = prepared.config.trained
+    if not any(custom_code(config).values()):
         return
+    if config.objective is not None:
+        _check_objective(prepared, state)
     sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
     # With the arguments of the first call, which then finds the traced steps in JAX's cache.
-    jax.eval_shape(train_steps, state, windows, dropout_stream(config.seed), 0, int(state.step))
+    arguments = (state, windows, dropout_stream(config.seed), 0, int(state.step))
+    train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
     if config.model.make is not None:
         # One sequence for each device of a mesh, which shards the batch.
         batch = max(current_mesh().size, 1)
         for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
             progress.warned(sentence)
+
+
+def _check_objective(prepared: PreparedRun, state: TrainState) -> None:
+    """Raise ValueError for an objective that is not pure, or not finite on the next batch."""
+    config = prepared.config.trained
+    windows = batches(
+        resident(prepared.dataset.train),
+        config.seed,
+        int(state.step),
+        steps=1,
+        batch_size=config.batch_size,
+        block_size=config.model.block_size,
+    )
+    assert isinstance(config.micro_batches, int)
+    # A micro-batch is what a step has memory for.
+    first = Batch(windows[0, : config.batch_size // config.micro_batches])
+    require_pure(config, first)
+    weights = trained_weights(state.weights, state.optimizer)
+    require_finite(first_loss(config, weights, first, dropout_stream(config.seed)))
 
 
 def _sample_or_warn(

@@ -84,6 +84,8 @@ class MetricsLogger:
         for name in EACH_STEP:
             values = np.asarray(getattr(metrics, name))  # steps
             columns[name] = values[:count].tolist()
+        for name, values in (metrics.extra or {}).items():
+            columns[name] = np.asarray(values)[:count].tolist()
         for row in range(count):
             line: dict[str, Any] = {"step": first_step + 1 + row}
             for name, column in columns.items():

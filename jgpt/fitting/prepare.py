@@ -38,7 +38,7 @@ from jgpt.runs.target import SavedRun, Target
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.placement import bytes_of
 from jgpt.training.state import abstract_state
-from jgpt.user_code import changed_code, code_facts, require_code, with_code
+from jgpt.user_code import changed_code, code_facts, custom_code, require_code, with_code
 from jgpt.words import format_bytes
 
 
@@ -117,11 +117,10 @@ def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dic
 
 
 def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
-    """Raise ValueError if a run with a custom model or optimizer is resumed without it."""
-    for part in ("model", "optimizer"):
-        make = getattr(config, part).make
+    """Raise ValueError if a run with custom code is resumed without it."""
+    for part, make in custom_code(config).items():
         if make is None and saved is not None:
-            make = getattr(saved.config, part).make
+            make = custom_code(saved.config)[part]
         if make is not None:
             require_code(make, part)
 
@@ -186,7 +185,7 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
     for line in changed_code(saved.config, recorded):
         warn(line)
     # A run records the name of its code but loads none, so the code of this start replaces it.
-    saved_config = with_code(saved.config, recorded.model.make, recorded.optimizer.make)
+    saved_config = with_code(saved.config, **custom_code(recorded))
     if saved.checkpoints:
         last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
         if not has_average(last):

@@ -1,29 +1,60 @@
-"""The objective of training and evaluation: the cross-entropy of a batch of windows.
+"""The objective of training, the cross-entropy by default, and the losses of evaluations.
 
 A window has `block_size` inputs and one more token. The inputs are all tokens but the last, and the
 target of each input is the token after it.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jgpt.config import ModelConfig
+from jgpt.data.batch import Batch
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import GatheredHead, LanguageModel
 from jgpt.nn.precision import portable
-from jgpt.shapes.contract import typed
+from jgpt.shapes.contract import record, typed
+
+
+@record
+@dataclass(frozen=True)
+class Loss:
+    """What an objective returns: the mean loss of a batch, and metrics beside it.
+
+    Micro-batches average the value and the metrics by their weights.
+    """
+
+    value: Float[Array, ""]
+    """The mean over the batch, which training minimises."""
+    weight: Float[Array, ""] | float | int = 1
+    """The weight of this batch among others, such as the sum of its targets' weights."""
+    metrics: Mapping[str, Any] | None = None
+    """Scalars by name, which are logged at each step."""
+
+
+Objective = Callable[[LanguageModel, Batch, nnx.Rngs | None], Float[Array, ""] | Loss]
+"""A function of the model, the batch and the random keys of a step, whose stream is `dropout`."""
 
 
 @typed
-def mean_loss(
-    model: LanguageModel, window: Int[Array, "batch window"], key: Key[Array, ""]
-) -> Float[Array, ""]:
-    """Return the mean loss of all targets, with dropout; `key` is its PRNG key."""
-    inputs = window[:, :-1]  # batch time
-    x = model.hidden(inputs, rngs=nnx.Rngs(dropout=key))  # batch time embed_dim
-    max_rows = _max_rows(model, window[:, 1:].size)
-    return cross_entropy_from(x, window[:, 1:], model.logits, max_rows)
+def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = None) -> Loss:
+    """Return the cross-entropy of a batch, the built-in objective, to which terms can be added.
+
+    It never materialises all logits of a large batch: the head and the loss take turns on chunks.
+    Dropout is applied if there are `rngs`. With weights of targets, it is their weighted mean, and
+    its weight is their sum.
+    """
+    x = model.hidden(batch.inputs, rngs=rngs)  # batch time embed_dim
+    max_rows = _max_rows(model, batch.targets.size)
+    if batch.weights is None:
+        return Loss(cross_entropy_from(x, batch.targets, model.logits, max_rows))
+    losses = token_losses_from(x, batch.targets, model.logits, max_rows)  # batch time
+    weight = batch.weights.sum()
+    return Loss((losses * batch.weights).sum() / weight, weight)
 
 
 @typed

@@ -31,6 +31,9 @@ from jgpt import GPT
 
 def lion(config, steps):
     return optax.lion(1e-3)
+
+def ours(config):
+    return lambda model, batch, rngs: 0
 """
 
 
@@ -210,6 +213,9 @@ def words_of(fields: dict) -> list[str]:
     return words
 
 
+CODE_AND_PARTS = {"make", "objective", "vocab_size", "model", "optimizer", "dataset"}
+
+
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_every_field_of_the_config_reaches_the_run(command, calls):
     calls.note("jgpt.fitting.fit.fit", stop=True)
@@ -222,7 +228,7 @@ def test_every_field_of_the_config_reaches_the_run(command, calls):
         received = config if part is None else getattr(config, part)
         unchanged = default if part is None else getattr(default, part)
         names = {field.name for field in dataclasses.fields(received)}
-        assert set(fields) == names - {"make", "vocab_size", "model", "optimizer", "dataset"} or (
+        assert set(fields) == names - CODE_AND_PARTS or (
             part == "optimizer" and set(fields) == names - {"make"}
         )
         for name, value in fields.items():
@@ -236,7 +242,7 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
-    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion")
+    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
 
     type_in("train", "tiny", "--resume", "--profile", 3, *code, cwd=tmp_path)
     received = calls.received.pop("fit")
@@ -245,6 +251,7 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     assert received["profile_steps"] == 3
     assert received["config"].model.make.__name__ == "GPT"
     assert received["config"].optimizer.make.__name__ == "lion"
+    assert received["config"].objective.__name__ == "ours"
     type_in("train", "tiny", "--overwrite", cwd=tmp_path)
     received = calls.received.pop("fit")
     assert received["resume"] is False
@@ -258,13 +265,13 @@ def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
 
-    type_in(
-        *command, "--resume", "--model", "own.py:GPT", "--optimizer", "own.py:lion", cwd=tmp_path
-    )
+    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
+    type_in(*command, "--resume", *code, cwd=tmp_path)
     assert calls["plan"]["resume"] is True
     assert calls["plan"]["overwrite"] is False
     assert calls["plan"]["config"].model.make.__name__ == "GPT"
     assert calls["plan"]["config"].optimizer.make.__name__ == "lion"
+    assert calls["plan"]["config"].objective.__name__ == "ours"
     type_in(*command, "--overwrite", cwd=tmp_path)
     assert calls["plan"]["resume"] is False
     assert calls["plan"]["overwrite"] is True

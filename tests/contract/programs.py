@@ -32,7 +32,9 @@ from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
 from jgpt.pictures import anatomy, numbers, plots
 from jgpt.training import step
+from jgpt.training.custom_objective import first_loss
 from jgpt.training.evaluation import Evaluator
+from jgpt.training.objective import next_token_loss
 from jgpt.training.state import abstract_state, unstack_state
 from tests.contract.calls import Call, overheard
 from tests.generation.test_chat import chat_tokenizer
@@ -218,6 +220,13 @@ def training() -> None:
     options = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
+
+    own = dataclasses.replace(TRAIN, objective=lambda config: next_token_loss)
+
+    def own_objective(weights: Any, tokens: Any, key: Any) -> None:
+        first_loss(own, weights, Batch(tokens), key)
+
+    traced(own_objective, abstract_state(TRAIN).weights, INT(4, 9), KEY)
     traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
     held_out = np.zeros(31, np.uint16)
     batches.evaluation_windows(held_out, 8, 4)

@@ -1,0 +1,178 @@
+"""A custom objective: made, called with its arrays as arguments, and checked before training."""
+
+import functools
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Key
+
+from jgpt.config import TrainConfig
+from jgpt.data.batch import Batch
+from jgpt.nn.models import Weights, abstract_model, weights_of
+from jgpt.nn.stacking import model_merger
+from jgpt.shapes.contract import typed
+from jgpt.shapes.describe import describe_value
+from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
+from jgpt.user_code import require_code
+
+METRIC_NAME = re.compile(r"[A-Za-z_][\w./-]*")
+TAKEN_METRICS = (
+    *("step", "loss", "gradient_norm", "learning_rate"),
+    *("validation_loss", "validation_estimate", "exact_validation_loss"),
+    *("tokens", "seconds", "tokens_per_second", "model_flops_utilisation", "memory_bytes"),
+)
+"""The metrics of every run, whose names an objective's metrics can't have."""
+
+
+def make_objective(config: TrainConfig) -> Objective:
+    """Make the objective of a config. Raises ValueError for one that can't be called."""
+    if config.objective is None:
+        return next_token_loss
+    objective: Any = require_code(config.objective, "objective")(config)
+    if not callable(objective):
+        raise ValueError(
+            f"objective= must make a function of (model, batch, rngs), not "
+            f"{describe_value(objective)}"
+        )
+    return objective  # type: ignore[return-value]
+
+
+def split_arrays(objective: Any) -> tuple[Callable[[Any], Any], list[Any]]:
+    """Return a function from arrays to an objective, and the arrays that this objective holds.
+
+    They are those of a teacher, for example: the leaves of an `nnx.Module` or another pytree, and
+    of the variables that a function closes over. As constants of the program they would be compiled
+    into it, and copied for each program.
+    """
+    closed_over: tuple[Any, ...] = ()
+    if isinstance(objective, types.FunctionType):
+        closed_over = tuple(cell.cell_contents for cell in objective.__closure__ or ())
+    leaves, structure = jax.tree.flatten((objective, closed_over))
+    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+    held = [jnp.asarray(leaf) for leaf, holds in zip(leaves, is_array, strict=True) if holds]
+
+    def with_arrays(arrays: Any) -> Any:
+        remaining = iter(arrays)
+        replaced = []
+        for leaf, holds in zip(leaves, is_array, strict=True):
+            replaced.append(next(remaining) if holds else leaf)
+        called, values = structure.unflatten(replaced)
+        if not values:
+            return called
+        cells = tuple(types.CellType(value) for value in values)
+        # The same code with other closed-over variables.
+        function = types.FunctionType(
+            called.__code__, called.__globals__, called.__name__, called.__defaults__, cells
+        )
+        function.__kwdefaults__ = called.__kwdefaults__
+        return function
+
+    if not held:
+        return lambda _: objective, []
+    return with_arrays, held
+
+
+def as_loss(result: Any, dtype: Any) -> Loss:
+    """Return an objective's result as a Loss whose value and metrics have a dtype.
+
+    Raises ValueError for a result that is no mean, and for metrics that can't be logged.
+    """
+    if not isinstance(result, Loss):
+        if not _is_scalar(result):
+            raise ValueError(
+                "the objective must return a scalar, the mean over the batch, or jgpt.Loss, not "
+                f"{describe_value(result)}"
+            )
+        result = Loss(jnp.asarray(result))
+    if isinstance(result.weight, (int, float)) and not 0 < result.weight < math.inf:
+        raise ValueError(f"the objective's weight must be positive, not {result.weight}")
+    metrics = {}
+    for name, value in (result.metrics or {}).items():
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise ValueError(f"the objective's metric {name!r} must have a name such as z_loss")
+        if name in TAKEN_METRICS:
+            raise ValueError(f"the objective's metric {name!r} is one of jgpt's: rename it")
+        if jnp.shape(value) != () or not isinstance(value, (jax.Array, float, int, np.generic)):
+            raise ValueError(
+                f"the objective's metric {name!r} must be a scalar, not {describe_value(value)}"
+            )
+        metrics[name] = jnp.asarray(value, dtype)
+    return Loss(result.value.astype(dtype), result.weight, metrics or None)
+
+
+def _is_scalar(result: Any) -> bool:
+    """Return whether an array is one floating-point number."""
+    if not isinstance(result, (jax.Array, np.generic)):
+        return False
+    return result.shape == () and jnp.issubdtype(result.dtype, jnp.floating)
+
+
+def require_pure(config: TrainConfig, batch: Batch) -> None:
+    """Raise ValueError for an objective that gives another program, or other metrics, each time.
+
+    It is traced once for all steps, so a clock, a counter or NumPy's random numbers would stay as
+    they were then, and a resumed run would differ.
+    """
+    objective = make_objective(config)
+    program = _program(config, lambda _: objective)
+    weights = weights_of(abstract_model(config.model))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    texts = []
+    metrics = []
+    for _ in range(2):
+        # Another function each time, or JAX would return the first trace.
+        again = functools.partial(program)
+        closed, (_, _, shapes) = jax.make_jaxpr(again, return_shape=True)(weights, [], batch, key)
+        texts.append(str(closed))
+        metrics.append(", ".join(sorted(shapes or ())) or "none")
+    if metrics[0] != metrics[1]:
+        raise ValueError(
+            f"the objective must return the same metrics at each step: it returned {metrics[0]}, "
+            f"then {metrics[1]}"
+        )
+    if texts[0] != texts[1]:
+        raise ValueError(
+            "the objective must be a pure function of (model, batch, rngs): it gave another "
+            "program when it was traced again, as one that reads a clock or counts its calls does"
+        )
+
+
+@typed
+def first_loss(config: TrainConfig, weights: Weights, batch: Batch, key: Key[Array, ""]) -> Loss:
+    """Return a custom objective's loss on a batch."""
+    with_arrays, arrays = split_arrays(make_objective(config))
+    value, weight, _ = jax.jit(_program(config, with_arrays))(weights, arrays, batch, key)
+    return Loss(value, weight.astype(value.dtype))
+
+
+def require_finite(loss: Loss) -> None:
+    """Raise ValueError for a loss of the first batch that is not finite, or whose weight is 0."""
+    if not float(loss.weight) > 0:
+        raise ValueError(
+            f"the objective's weight is {float(loss.weight):g} on the first batch, but must be "
+            "positive: some target must count"
+        )
+    if not math.isfinite(float(loss.value)):
+        raise ValueError(
+            f"the objective is {float(loss.value)} on the first batch, but must be finite: look "
+            "for the mistake in its terms, since no step has been taken"
+        )
+
+
+def _program(config: TrainConfig, with_arrays: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function of (weights, arrays, batch, key) to a loss, its weight and its metrics."""
+    merge = model_merger(config.model)
+
+    def program(weights: Any, arrays: Any, batch: Batch, key: Any) -> tuple[Any, Any, Any]:
+        result = with_arrays(arrays)(merge(weights), batch, nnx.Rngs(dropout=key))
+        loss = as_loss(result, loss_dtype(config.model))
+        return loss.value, jnp.asarray(loss.weight), loss.metrics
+
+    return program

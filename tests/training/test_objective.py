@@ -1,0 +1,210 @@
+"""Objectives: the built-in one given by hand, weights, a teacher's arrays, and refusals."""
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig, next_token_loss
+from jgpt.nn.stacking import model_merger
+from jgpt.training.custom_objective import (
+    first_loss,
+    require_finite,
+    require_pure,
+    split_arrays,
+)
+from jgpt.training.objective import target_losses
+from jgpt.training.state import abstract_state, dropout_stream, init_state
+from jgpt.training.step import make_train_steps
+
+CONFIG = TrainConfig(
+    model=ModelConfig(
+        vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, dropout=0.1
+    ),
+    optimizer=OptimizerConfig(gradient_clip=0, warmup_steps=3),
+    steps=7,
+    batch_size=6,
+)
+BIGRAM = dataclasses.replace(
+    CONFIG, model=ModelConfig(architecture="bigram", vocab_size=11, block_size=6)
+)
+KEY = dropout_stream(3)
+TOKENS = jnp.arange(6 * 7).reshape(6, 7) ** 2 % 11  # batch window
+
+
+def lowered(config: TrainConfig) -> str:
+    windows = jax.ShapeDtypeStruct((5, 6, 7), jnp.int32)
+    return make_train_steps(config).lower(abstract_state(config), windows, KEY, 2, 0).as_text()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_built_in_objective_given_by_hand_is_the_same_program(micro_batches):
+    def louder(config):
+        return lambda model, batch, rngs: 2 * next_token_loss(model, batch, rngs).value
+
+    config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
+    own = dataclasses.replace(config, objective=lambda config: next_token_loss)
+    other = dataclasses.replace(config, objective=louder)
+
+    assert lowered(own) == lowered(config)
+    assert lowered(other) != lowered(config)
+
+
+def test_micro_batches_and_their_metrics_are_averaged_by_weight():
+    def make(config):
+        def objective(model, batch, rngs):
+            weight = 1.0 + batch.tokens[0, 1]
+            loss = next_token_loss(model, batch, rngs).value
+            return Loss(loss, weight, {"first/weight": weight})
+
+        return objective
+
+    config = dataclasses.replace(BIGRAM, micro_batches=2, objective=make)
+    merge = model_merger(BIGRAM.model)
+    weights = init_state(BIGRAM).weights
+
+    def loss_of(weights, tokens):
+        return next_token_loss(merge(weights), Batch(tokens)).value
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights, TOKENS[:3])
+    other_loss, other_gradients = jax.value_and_grad(loss_of)(weights, TOKENS[3:])
+    one, other = float(1 + TOKENS[0, 1]), float(1 + TOKENS[3, 1])
+    assert one != other
+    mean = (one * loss + other * other_loss) / (one + other)
+    gradient = jax.tree.map(
+        lambda a, b: (one * a + other * b) / (one + other), gradients, other_gradients
+    )
+    norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
+
+    _, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
+
+    np.testing.assert_allclose(metrics.loss, [mean], rtol=1e-6)
+    np.testing.assert_allclose(metrics.gradient_norm, [norm], rtol=1e-5)
+    average = (one * one + other * other) / (one + other)
+    np.testing.assert_allclose(metrics.extra["first/weight"], [average], rtol=1e-6)
+    assert abs(mean - (loss + other_loss) / 2) > 1e-4
+
+
+def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_batches():
+    weights = jnp.where(TOKENS[:, 1:] > 4, 1.0, 0.0).at[0].set(0.5)  # batch time
+    losses = target_losses(model_merger(BIGRAM.model)(init_state(BIGRAM).weights), TOKENS)
+    expected = float((losses * weights).sum() / weights.sum())
+    batches = Batch(TOKENS, weights)
+    batches = jax.tree.map(lambda leaf: leaf[None], batches)  # of one step
+
+    for micro_batches in (1, 3):
+        config = dataclasses.replace(
+            BIGRAM, micro_batches=micro_batches, objective=lambda config: next_token_loss
+        )
+        _, metrics = make_train_steps(config)(init_state(config), batches, KEY, 1, 0)
+        np.testing.assert_allclose(metrics.loss, [expected], rtol=1e-6)
+    assert abs(expected - float(losses.mean())) > 1e-3
+
+
+TEACHER = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(5))
+
+
+def closing_over_a_teacher(config: TrainConfig) -> Any:
+    teacher = TEACHER
+
+    def objective(model, batch, rngs):
+        return jnp.square(model(batch.inputs) - teacher(batch.inputs)).mean()
+
+    return objective
+
+
+def using_a_global_teacher(config: TrainConfig) -> Any:
+    return lambda model, batch, rngs: jnp.square(model(batch.inputs) - TEACHER(batch.inputs)).mean()
+
+
+class Distillation(nnx.Module):
+    def __init__(self, config: TrainConfig) -> None:
+        self.teacher = TEACHER
+
+    def __call__(self, model, batch, rngs):
+        return jnp.square(model(batch.inputs) - self.teacher(batch.inputs)).mean()
+
+
+def test_a_teachers_arrays_are_arguments_of_the_program():
+    def constants(make) -> int:
+        config = dataclasses.replace(CONFIG, objective=make)
+        windows = jax.ShapeDtypeStruct((5, 6, 7), jnp.int32)
+        traced = make_train_steps(config).trace(abstract_state(config), windows, KEY, 2, 0)
+        return sum(np.size(constant) for constant in traced.jaxpr.consts)
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(TEACHER)))
+    assert constants(using_a_global_teacher) >= size  # the control
+    assert constants(closing_over_a_teacher) < 100
+    assert constants(Distillation) < 100
+
+
+@pytest.mark.parametrize("make", [closing_over_a_teacher, Distillation])
+def test_an_objective_computes_with_the_arrays_that_it_is_given(make):
+    with_arrays, arrays = split_arrays(make(CONFIG))
+    student = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(6))
+
+    same = with_arrays(arrays)(student, Batch(TOKENS), None)
+    zeros = with_arrays([jnp.zeros_like(leaf) for leaf in arrays])(student, Batch(TOKENS), None)
+
+    assert same == make(CONFIG)(student, Batch(TOKENS), None)
+    np.testing.assert_allclose(zeros, jnp.square(student(TOKENS[:, :-1])).mean(), rtol=1e-6)
+    assert zeros != same
+
+
+def of(result) -> Any:
+    """An objective's maker, from a function of the cross-entropy to the result."""
+
+    def make(config):
+        return lambda model, batch, rngs: result(next_token_loss(model, batch, rngs).value)
+
+    return make
+
+
+calls = itertools.count()
+REFUSED = {
+    "must return a scalar, the mean over the batch, or jgpt.Loss, not float32[3]": of(
+        lambda loss: jnp.full(3, loss)
+    ),
+    "or jgpt.Loss, not int32[]": of(lambda loss: jnp.int32(3)),
+    "the objective is nan on the first batch, but must be finite": of(lambda loss: loss * jnp.nan),
+    "the objective's weight must be positive, not 0": of(lambda loss: Loss(loss, 0)),
+    "the objective's weight is 0 on the first batch": of(lambda loss: Loss(loss, loss * 0)),
+    "metric 'tokens' is one of jgpt's: rename it": of(
+        lambda loss: Loss(loss, metrics={"tokens": loss})
+    ),
+    "metric 'z loss' must have a name": of(lambda loss: Loss(loss, metrics={"z loss": loss})),
+    "metric 'z' must be a scalar, not float32[2]": of(
+        lambda loss: Loss(loss, metrics={"z": jnp.full(2, loss)})
+    ),
+    "must return the same metrics at each step: it returned at_": of(
+        lambda loss: Loss(loss, metrics={f"at_{next(calls)}": loss})
+    ),
+    "must be a pure function of (model, batch, rngs)": of(lambda loss: loss * time.perf_counter()),
+    "must make a function of (model, batch, rngs), not 7": lambda config: 7,
+}
+
+
+def require_good(config: TrainConfig) -> None:
+    require_pure(config, Batch(TOKENS))
+    require_finite(first_loss(config, init_state(BIGRAM).weights, Batch(TOKENS), KEY))
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_wrong_objective_is_refused_in_one_line(message):
+    config = dataclasses.replace(BIGRAM, objective=REFUSED[message])
+    with pytest.raises(ValueError, match=r".") as caught:
+        require_good(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_good_objective_passes():
+    config = dataclasses.replace(BIGRAM, objective=of(lambda loss: Loss(loss, 3, {"z": loss})))
+    require_good(config)
