@@ -267,6 +267,12 @@ def test_code_of_a_notebook_has_lines_and_code_without_source_none():
     assert source.functions[0].file == "<another cell>"
     assert shown(source)["cell"][1] == "y = x + 1 | y: float32[b]"
 
+    in_jupyter = "/tmp/ipykernel_12/345.py"
+    exec(compile(text, in_jupyter, "exec"), names)
+    linecache.cache[in_jupyter] = (len(text), None, lines, in_jupyter)
+    source = annotated_source(names["cell"], "float32[b]")
+    assert str(source).startswith("cell: cell\n")
+
 
 def test_another_thread_is_left_alone():
     found: list[Any] = []

@@ -961,6 +961,9 @@ def _function_source(
 def _short(file: str) -> str:
     """Return a file's path in the working directory, or in the folder that it is imported from."""
     path = Path(file)
+    # Jupyter names a cell like a file in a temporary folder, with a number that differs each time.
+    if path.parent.name.startswith("ipykernel_"):
+        return "cell"
     shortest = path
     for folder in (Path.cwd(), *map(Path, sys.path)):
         if folder.is_absolute() and path.is_relative_to(folder):
