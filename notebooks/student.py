@@ -29,7 +29,7 @@ FOLDED = re.compile(
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
-MODULES = ("pictures.py", "checks.py")
+MODULES = ("pictures.py", "checks.py", "parts.py")
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
 
@@ -106,6 +106,8 @@ class Exercise:
                 begun.add(name)
                 if isinstance(statement, ast.FunctionDef):
                     parts.append(self._signature(statement))
+                elif isinstance(statement, ast.ClassDef):
+                    parts.append(self._class_signature(statement))
                 else:
                     parts.append(f"{name} = ...")
         code = "\n".join(["# Your code", *parts]).rstrip()
@@ -115,12 +117,12 @@ class Exercise:
     def check(self) -> str:
         """The check as students get it."""
         solution, checks = self.statements
-        functions = {
+        written = {  # functions and classes, whose starters raise
             statement.name
             for statement in solution
-            if isinstance(statement, ast.FunctionDef)
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef)
         }
-        values = [name for name in self.names if name not in functions]
+        values = [name for name in self.names if name not in written]
         lines = [self._without_answer(statement) for statement in checks]
         if values:
             given = ", ".join(f"{name}={name}" for name in values)
@@ -137,16 +139,32 @@ class Exercise:
         """A function without its body; without its annotations if they are
         what is to be found.
         """
-        body = '    raise NotImplementedError("not solved yet")'
-        if "nnotate" in self.task:
+        return "\n".join(["\n", *self._without_body(function), "\n"])
+
+    def _class_signature(self, statement: ast.ClassDef) -> str:
+        """A class with its docstring, and with methods without bodies."""
+        methods = [
+            each for each in statement.body if isinstance(each, ast.FunctionDef)
+        ]
+        lines = self.solution.splitlines()
+        parts = ["\n", *lines[statement.lineno - 1 : _begin(methods[0]) - 1]]
+        for number, method in enumerate(methods):
+            if number > 0:
+                parts.append("")
+            parts += self._without_body(method)
+        return "\n".join([*parts, "\n"])
+
+    def _without_body(self, function: ast.FunctionDef) -> list[str]:
+        """The lines of a function that raises where its body was."""
+        indent = " " * function.col_offset
+        body = f'{indent}    raise NotImplementedError("not solved yet")'
+        # the sizes that a module is made with are given
+        if "nnotate" in self.task and function.name != "__init__":
             names = ", ".join(each.arg for each in function.args.args)
-            return f"\n\ndef {function.name}({names}):\n{body}\n\n"
-        start = min(
-            line.lineno for line in (function, *function.decorator_list)
-        )
+            return [f"{indent}def {function.name}({names}):", body]
         inside = function.body[ast.get_docstring(function) is not None :]
-        kept = self.solution.splitlines()[start - 1 : inside[0].lineno - 1]
-        return "\n".join(["\n", *kept, f"{body}\n\n"])
+        lines = self.solution.splitlines()
+        return [*lines[_begin(function) - 1 : inside[0].lineno - 1], body]
 
     def _without_answer(self, statement: ast.stmt) -> str:
         """A statement of the check; `== ANSWER` is a digest of the answer."""
@@ -207,6 +225,11 @@ def _defined_by(statements: list[ast.stmt]) -> list[str]:
             if isinstance(node.ctx, ast.Store) and node.id != "_":
                 names[node.id] = None
     return list(names)
+
+
+def _begin(function: ast.FunctionDef) -> int:
+    """The first line of a function, or of its decorators."""
+    return min(line.lineno for line in (function, *function.decorator_list))
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -64,7 +64,8 @@ def numbers_of(text: str) -> list[float]:
 
 
 def test_the_lessons_are_in_order():
-    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(18)]
+    assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(len(LESSONS))]
+    assert len(LESSONS) >= 19
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -164,6 +165,45 @@ def test_a_starter_has_the_names_that_the_check_reads():
         "def area(radius):",
         '    raise NotImplementedError("not solved yet")',
     ]
+
+
+CLASS = """class Disc(nnx.Module):
+    \"\"\"A disc.\"\"\"
+
+    def __init__(
+        self, radius: float
+    ) -> None:
+        self.radius = radius
+
+    @jgpt.typed
+    def __call__(self, x: Float[Array, "n"]) -> Float[Array, "n"]:
+        return x * self.radius
+
+
+assert Disc(2.0)(1) == 2
+"""
+
+
+def test_a_starter_of_a_class_has_its_methods_without_their_bodies():
+    exercise = Exercise("Write `Disc`, and annotate its call.", "", CLASS)
+    assert exercise.starter.splitlines() == [
+        "# Your code",
+        "",
+        "",
+        "class Disc(nnx.Module):",
+        '    """A disc."""',
+        "",
+        "    def __init__(",
+        "        self, radius: float",
+        "    ) -> None:",
+        '        raise NotImplementedError("not solved yet")',
+        "",
+        "    def __call__(self, x):",
+        '        raise NotImplementedError("not solved yet")',
+    ]
+    assert "require_solved" not in exercise.check
+    typed = Exercise("Write `Disc`.", "", CLASS).starter
+    assert '    @jgpt.typed\n    def __call__(self, x: Float[Array, "n"])' in typed
 
 
 def test_a_student_s_task_names_what_the_check_reads():
@@ -292,6 +332,7 @@ def lessons(tmp_path) -> Path:
     shutil.copy(LESSONS[2], folder / "lesson.ipynb")
     (folder / "pictures.py").write_text("first = 1\n")
     (folder / "checks.py").write_text("")
+    (folder / "parts.py").write_text("")
     return folder
 
 
@@ -323,6 +364,7 @@ def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, caps
     assert sorted(path.name for path in mine.parent.iterdir()) == [
         "checks.py",
         "lesson.ipynb",
+        "parts.py",
         "pictures.py",
     ]
 
@@ -374,6 +416,7 @@ def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
     assert sorted(path.name for path in student.iterdir()) == [
         "checks.py",
         "lesson.ipynb",
+        "parts.py",
         "pictures.py",
     ]
 
