@@ -165,11 +165,12 @@ PARTS = {
     "merge": (4, "merge the heads", 26.9, 16.0, 7.8, 1.0),
     "projection": (4, "projection", 26.9, 17.6, 7.8, 1.0),
 }
+POSITION_LINE = [(7.6, 5.2), (4.6, 5.2)]
 LINES = [  # corners; the last has an arrowhead
     [(4.2, 0.7), (4.2, 1.1)],
     [(4.2, 2.1), (4.2, 2.9)],
     [(4.2, 3.9), (4.2, 4.9)],
-    [(7.6, 5.2), (4.6, 5.2)],
+    POSITION_LINE,
     [(4.2, 5.5), (4.2, 6.9)],
     [(4.2, 9.7), (4.2, 10.3)],
     [(4.2, 11.3), (4.2, 12.0)],
@@ -221,13 +222,15 @@ def draw_transformer(
     *,
     new: Collection[str] = (),
     labels: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Draw the course, a GPT, a block and attention, filled in up to a lesson.
 
     Parts of that lesson are orange, and so are those named in `new`; parts of
-    later ones are empty and have its number. `labels` replaces labels. Both
-    name parts as PARTS does.
+    later ones are empty and have its number. `labels` replaces labels, and
+    `without` leaves out what a model lacks. All name parts as PARTS does.
     """
+    has_positions = "position_embedding" not in without
     axes = plt.subplots(figsize=(7.5, 7.9))[1]
     for at, name in enumerate((*COURSE, "and on")):
         number = f"{at}" if name in COURSE else f"{at}-"
@@ -247,19 +250,22 @@ def draw_transformer(
         for near, far in ((low, 0.4), (high, 18.9)):
             axes.plot((inner, outer), (near, far), **thin)
     for corners in LINES:
+        if corners == POSITION_LINE and not has_positions:
+            continue
         axes.plot(*zip(*corners, strict=True), color=INK, linewidth=1, zorder=1)
         arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", corners[-1], corners[-2], arrowprops=arrow)
-    for x, y, known in (
-        (4.2, 5.2, lesson >= 3),
-        (13.6, 7.7, lesson >= 5),
-        (13.6, 15.2, lesson >= 5),
-    ):
+    sums = [(13.6, 7.7, 5), (13.6, 15.2, 5)]
+    if has_positions:
+        sums.append((4.2, 5.2, 3))
+    for x, y, taught_in in sums:
         style = {"ha": "center", "va": "center", "color": BOX, "zorder": 3}
-        axes.text(x, y, "+" if known else "", **style)
+        axes.text(x, y, "+" if lesson >= taught_in else "", **style)
         axes.scatter(x, y, s=150, facecolor="white", edgecolor=INK, zorder=2)
     axes.text(2.5, 0.2, "“First Citi”", va="center")
     for name, (taught_in, label, *place) in PARTS.items():
+        if name in without:
+            continue
         later, current = taught_in > lesson, taught_in == lesson or name in new
         known = (labels or {}).get(name, label)
         text = f"lesson {taught_in}" if later else known
