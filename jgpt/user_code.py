@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt.config import ModelConfig, TrainConfig
+from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.fields import Code, Make, imported_beside, values_without_code
 from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
@@ -162,9 +162,16 @@ def with_code(
         config = dataclasses.replace(config, model=make_config(**fields, make=make))
     if optimizer is not None and not isinstance(optimizer, Code):
         make = _loaded_code(optimizer)
-        rule = "the optimizer must take (config, steps)"
-        _require_call(make, rule, config.optimizer, config.steps)
-        custom_optimizer = dataclasses.replace(config.optimizer, make=make)
+        rule = "the optimizer must take (config, steps) or (config, steps, model)"
+        named = {}
+        if takes_model(make):
+            named["model"] = config.model
+        _require_call(make, rule, config.optimizer, config.steps, **named)
+        fields = values_without_code(config.optimizer)
+        if isinstance(config.optimizer.make, Code):
+            fields |= dict(config.optimizer.make.fields)
+        make_config = _annotated_class(make, config.optimizer, OptimizerConfig)
+        custom_optimizer = make_config(**fields, make=make)
         config = dataclasses.replace(config, optimizer=custom_optimizer)
     if objective is not None and not isinstance(objective, Code):
         make = _loaded_code(objective)
@@ -193,17 +200,28 @@ def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelCon
     """Return the config class in the annotation of an argument of `make`, or that of
     `config.model`."""
     _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
+    return _annotated_class(make, config.model, ModelConfig)
+
+
+def _annotated_class(make: Callable[..., Any], current: Any, base: type) -> type:
+    """Return the subclass of `base` in the annotation of an argument of `make`, or that of
+    `current`."""
     called = make
     if isinstance(make, type):  # NNX's metaclass hides the class's own signature
         called = make.__init__
     signature = inspect.signature(called, eval_str=True)
     for parameter in signature.parameters.values():
         kind = parameter.annotation
-        if isinstance(kind, type) and issubclass(kind, ModelConfig):
-            if isinstance(config.model, kind):  # a subclass keeps its additional fields
-                return type(config.model)
+        if isinstance(kind, type) and issubclass(kind, base):
+            if isinstance(current, kind):  # a subclass keeps its additional fields
+                return type(current)
             return kind
-    return type(config.model)
+    return type(current)
+
+
+def takes_model(make: Callable[..., Any]) -> bool:
+    """Return whether an optimizer's maker asks for the model's config, as muP does."""
+    return "model" in inspect.signature(make).parameters
 
 
 def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:

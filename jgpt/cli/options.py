@@ -325,11 +325,16 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     """The arguments of a command, from its options."""
     if name not in ("train", "plan"):
         return _parser(command, name).parse(args)
-    # the model is asked for first: its config may have fields of its own, which are options
+    # Code is asked for first: its config may have fields of its own, which are options.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", nargs="?")
-    model = first.parse_known_args(args)[0].model
-    values = _parser(command, name, model=model).parse(args)
+    first.add_argument("--optimizer", nargs="?")
+    code, _ = first.parse_known_args(args)
+    model = code.model
+    optimizer = None
+    if ".py:" in (code.optimizer or ""):  # and not the name of a built-in one
+        optimizer = code.optimizer
+    values = _parser(command, name, model=model, optimizer=optimizer).parse(args)
     options = _replace_given(RunOptions(), values)
     processes = _replace_given(ProcessOptions(), values)
     optimizer_code = None
@@ -363,6 +368,7 @@ def _parser(
     *,
     everything: bool = True,
     model: str | None = None,
+    optimizer: str | None = None,
 ) -> _Parser:
     """A command's parser; to train, with the defaults of a preset and the common options first."""
     summary = _documentation(command).short_description
@@ -383,7 +389,7 @@ def _parser(
     parser.add(parser, "preset", str | None, first, None, "")
     _, config = PRESETS[shown]
     # the common ones first, in an order of their own, and no option twice
-    groups = _groups_of_options(with_code(config, model))
+    groups = _groups_of_options(with_code(config, model, optimizer))
     by_name = {}
     for options in groups.values():
         for option in options:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -336,7 +337,9 @@ class Checkpoints:
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._path / str(step)
-        largest = max(leaf.size for leaf in jax.tree.leaves(wanted))
+        largest = {}
+        for part, arrays in wanted.items():
+            largest[part] = max((leaf.size for leaf in jax.tree.leaves(arrays)), default=0)
         _require_plausible(directory, largest)  # before TensorStore reads anything
         ocp = self._open_orbax()
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
@@ -499,14 +502,17 @@ def has_average(checkpoint: Path) -> bool:
     return any((checkpoint / "optimizer").glob("trained.*"))
 
 
-def _require_plausible(directory: Path, largest: int) -> None:
+def _require_plausible(directory: Path, largest: dict[str, int]) -> None:
     """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
+
+    `largest` has the size of the largest array of each part that is read. An optimizer's may be
+    larger than any of the model's: L-BFGS remembers many gradients in one array.
 
     TensorStore allocates the size in a header before it reads, and aborts the process if that
     fails. It also reads other formats, with other headers. A forged manifest could list either.
     """
 
-    def require_plausible(text: str) -> None:
+    def require_plausible(text: str, most: int | None) -> None:
         header = json.loads(text)
         if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
             raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
@@ -516,7 +522,7 @@ def _require_plausible(directory: Path, largest: int) -> None:
             sizes = header[field]
             if not all(type(size) is int and size > 0 for size in sizes):
                 raise ValueError(f"{field} is {sizes!r}")
-            if math.prod(sizes) > largest:
+            if most is not None and math.prod(sizes) > most:
                 raise ValueError(
                     f"{field} {sizes!r} is larger than the model's largest array, or it is of "
                     "another model"
@@ -526,7 +532,8 @@ def _require_plausible(directory: Path, largest: int) -> None:
         if not _LAYOUT.fullmatch(name):
             raise ValueError(f"{path} is not a file that jgpt writes")
         if path.name == ".zarray":
-            parse_file(path, require_plausible)
+            part = Path(name).parts[0]
+            parse_file(path, functools.partial(require_plausible, most=largest.get(part)))
 
 
 def _reason(error: Exception) -> str:

@@ -157,7 +157,9 @@ def save(
     with new_directory(path) as partial:
         weights = weights_of(model)
         dimensions = weight_dimensions(config.model)
-        optimizer = make_optimizer(config.optimizer, config.steps, dimensions).init(weights)
+        optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model).init(
+            weights
+        )
         run = RunDirectory.create(partial, config, tokenizer, text_files)
         with Checkpoints(run) as checkpoints:
             checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)

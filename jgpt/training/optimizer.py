@@ -10,14 +10,15 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int, PyTree
 
-from jgpt.config import OptimizerConfig
+from jgpt.config import ModelConfig, OptimizerConfig
 from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
 from jgpt.nn.stacking import STACKED
 from jgpt.parallel.rules import Dimensions, replicate
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.training.schedule import learning_rate_schedule
-from jgpt.user_code import require_code
+from jgpt.user_code import require_code, takes_model
 
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
@@ -117,18 +118,21 @@ def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, dimensions: Mapping[str, Dimensions] | None = None
-) -> optax.GradientTransformation:
+    config: OptimizerConfig,
+    steps: int,
+    dimensions: Mapping[str, Dimensions] | None = None,
+    model: ModelConfig | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Make the optimizer of a config for a run of `steps` steps.
 
     It is AdamW (Loshchilov and Hutter 2019), Muon as in optax (Jordan et al. 2024), or a custom
     optimizer. Each receives clipped gradients and keeps its state in at least float32. With
     `ema_decay`, it also updates the average of the weights; gradients are then taken at the
     `trained_weights`. An embedding_learning_rate needs `dimensions`, the names of
-    `weight_dimensions`.
+    `weight_dimensions`. A custom optimizer may ask for the config of the `model`.
     """
     if config.make is not None:
-        optimizer = _in_float32(_custom(config, steps))
+        optimizer = evaluate_schedule_free(_in_float32(_custom(config, steps, model)))
     else:
         optimizer = _in_float32(_built_in(config, steps, dimensions))
     if config.ema_decay > 0:
@@ -136,30 +140,40 @@ def make_optimizer(
     return optimizer
 
 
-def _custom(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def _custom(
+    config: OptimizerConfig, steps: int, model: ModelConfig | None
+) -> optax.GradientTransformationExtraArgs:
     """Make the user's optimizer, which receives clipped gradients."""
     make = require_code(config.make, "optimizer")
-    optimizer = make(config, steps)
+    if takes_model(make):
+        optimizer = make(config, steps, model=model)
+    else:
+        optimizer = make(config, steps)
     if not isinstance(optimizer, optax.GradientTransformation):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
+    # One without them ignores the extra arguments.
+    optimizer = optax.with_extra_args_support(optimizer)
     if config.gradient_clip == 0:
         return optimizer
     clip = clip_by_global_norm(config.gradient_clip)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         # optax.chain would make the state a pair, but earlier runs saved the optimizer's own state.
         clipped, _ = clip.update(updates, clip.init(params), params)
-        return optimizer.update(clipped, state, params)
+        return optimizer.update(clipped, state, params, **extra)
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _in_float32(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it receives parameters and gradients in at least float32.
 
     Its moments are then in float32: the nearest bfloat16 to a decay rate of 0.999 is 1.
     """
+    with_extra = optax.with_extra_args_support(optimizer)
 
     @typed
     def init(params: Weights) -> Any:
@@ -167,13 +181,13 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
     @typed
     def update(
-        updates: LikeWeights, state: Any, params: LikeWeights | None = None
+        updates: LikeWeights, state: Any, params: LikeWeights | None = None, **extra: Any
     ) -> tuple[Updates, Any]:
         wide_updates = jax.tree.map(at_least_float32, updates)
         wide_params = jax.tree.map(at_least_float32, params)  # None stays None
-        return optimizer.update(wide_updates, state, wide_params)
+        return with_extra.update(wide_updates, state, wide_params, **extra)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _built_in(
@@ -266,24 +280,37 @@ class AverageState(NamedTuple):
 
 def average_weights(
     optimizer: optax.GradientTransformation, decay: float
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that the train state holds the moving average of the trained weights.
 
     The average is exponential and bias-corrected like Adam's moments (Kingma and Ba 2015, section
     3).
     """
 
+    with_extra = optax.with_extra_args_support(optimizer)
+
     def init(params: Weights) -> AverageState:
         # both are donated, so that they can't share memory
         trained = jax.tree.map(jnp.copy, params)
-        return AverageState(trained, optimizer.init(params), jnp.zeros((), jnp.int32))
+        optimizer_state = optimizer.init(params)
+        if isinstance(optimizer_state, ScheduleFree):
+            raise ValueError(
+                Message(
+                    Field("ema_decay", decay),
+                    " averages weights, as a schedule-free optimizer does itself: give ",
+                    Field("ema_decay", 0),
+                )
+            )
+        return AverageState(trained, optimizer_state, jnp.zeros((), jnp.int32))
 
     @typed
     def update(
-        updates: LikeWeights, state: Any, params: LikeWeights | None = None
+        updates: LikeWeights, state: Any, params: LikeWeights | None = None, **extra: Any
     ) -> tuple[LikeWeights, Any]:
         # The optimizer gets the trained weights, never the average.
-        updates, optimizer_state = optimizer.update(updates, state.optimizer, state.trained)
+        updates, optimizer_state = with_extra.update(
+            updates, state.optimizer, state.trained, **extra
+        )
         trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1
         # The weight of the newest value in a mean of `step` values: 1 at first, then towards 1 -
@@ -297,13 +324,63 @@ def average_weights(
         average_updates = jax.tree.map(move_average, trained, params)
         return average_updates, AverageState(trained, optimizer_state, step)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class ScheduleFree(NamedTuple):
+    """The state of `evaluate_schedule_free`."""
+
+    trained: Weights
+    """The weights at which gradients are taken, y in the paper."""
+    optimizer: Any
+
+
+def evaluate_schedule_free(
+    optimizer: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a schedule-free optimizer so that the train state holds the weights to evaluate.
+
+    It takes gradients at y and evaluates x, an average of the iterates (Defazio et al. 2024,
+    section 2). Other optimizers are left as they are; only their state tells them apart.
+    """
+
+    def init(params: Weights) -> Any:
+        state = optimizer.init(params)
+        if _schedule_free_state(state) is None:
+            return state
+        # both are donated, so that they can't share memory
+        return ScheduleFree(jax.tree.map(jnp.copy, params), state)
+
+    @typed
+    def update(
+        updates: LikeWeights, state: Any, params: LikeWeights | None = None, **extra: Any
+    ) -> tuple[Updates, Any]:
+        if not isinstance(state, ScheduleFree):
+            return optimizer.update(updates, state, params, **extra)
+        updates, inner = optimizer.update(updates, state.optimizer, state.trained, **extra)
+        trained = optax.apply_updates(state.trained, updates)
+        evaluated = optax.contrib.schedule_free_eval_params(_schedule_free_state(inner), trained)
+        return jax.tree.map(jnp.subtract, evaluated, params), ScheduleFree(trained, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _schedule_free_state(state: Any) -> Any:
+    """Return the state of optax's `schedule_free` inside an optimizer's state, or None."""
+
+    def is_schedule_free(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    for node in jax.tree.leaves(state, is_leaf=is_schedule_free):
+        if is_schedule_free(node):
+            return node
+    return None
 
 
 @typed
 def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
     """Return the weights to differentiate at: the trained ones if `weights` is an average, else
     `weights`."""
-    if isinstance(state, AverageState):
+    if isinstance(state, (AverageState, ScheduleFree)):
         return state.trained
     return weights

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
 
 from jgpt.config import TrainConfig
 from jgpt.nn import stacking
@@ -38,7 +38,7 @@ class TrainState:
 
     weights: Weights
     optimizer: PyTree[
-        Float[Array, "..."] | Int[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
+        Float[Array, "..."] | Integer[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
     ]
     step: Int[Array, ""]
 
@@ -62,7 +62,7 @@ def init_state(config: TrainConfig) -> TrainState:
 @typed
 def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
     dimensions = weight_dimensions(config.model)
-    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
+    optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model)
     optimizer_state = jax.jit(optimizer.init)(weights)
     if config.optimizer.ema_decay > 0:
         # In 16 bits, the average's change in a step would be rounded to nothing.

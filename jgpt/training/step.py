@@ -55,7 +55,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     # seed needs no other program.
     merge = stacking.model_merger(config.model)
     dimensions = weight_dimensions(config.model)
-    optimizer = make_optimizer(config.optimizer, config.steps, dimensions)
+    optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
     with_arrays, objective_arrays = split_arrays(make_objective(config))
@@ -112,6 +112,23 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
             weight = micro_batches
         return jax.tree.map(lambda leaf: leaf / weight, total)
 
+    def value_of(weights, arrays, batch, key):
+        """Return the loss alone, which an optimizer may differentiate once more."""
+        if micro_batches == 1:
+            value, _ = loss_of(weights, arrays, batch, key)
+            return value
+        parts = jax.tree.map(lambda leaf: rules.split_batch(leaf, micro_batches), batch)
+        keys = jax.random.split(key, micro_batches)
+
+        def weighted(part):
+            value, (weight, _) = loss_of(weights, arrays, *part)
+            if weight is None:
+                weight = jnp.ones_like(value)
+            return weight * value, weight
+
+        values, part_weights = jax.lax.map(weighted, (parts, keys))
+        return values.sum() / part_weights.sum()
+
     @typed
     def step(
         state: TrainState, arrays: Any, batch: Batch, key: Key[Array, ""]
@@ -123,7 +140,18 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         trained = trained_weights(state.weights, state.optimizer)
         loss, gradients, extra = gradients_of(trained, arrays, batch, step_key)
         norm = optax.tree.norm(gradients)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.weights)
+        extra_arguments = {}
+        if config.optimizer.make is not None:
+            # Line searches pass on the arguments that they don't know, but only by name.
+            def value_fn(weights, obj_fn=None):
+                return value_of(weights, arrays, batch, step_key)
+
+            # By the names that optax's optimizers have for them: L-BFGS takes the first three.
+            extra_arguments = {"value": loss, "grad": gradients, "value_fn": value_fn}
+            extra_arguments["obj_fn"] = value_fn  # as Sophia calls it
+        updates, optimizer_state = optimizer.update(
+            gradients, state.optimizer, state.weights, **extra_arguments
+        )
         weights = optax.apply_updates(state.weights, updates)
         stepped = TrainState(weights, optimizer_state, state.step + 1)
         if not current_mesh().empty:

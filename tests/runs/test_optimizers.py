@@ -1,0 +1,176 @@
+"""Optimizers of one's own that need more than gradients: values, other weights to evaluate, muP."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import jgpt
+from jgpt.fitting.stopping import TrainingStopped
+from jgpt.training.optimizer import ScheduleFree, make_optimizer, trained_weights
+from tests.commands import jgpt as command
+
+
+def plateau(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    adam = optax.adam(config.learning_rate)
+    return optax.chain(adam, optax.contrib.reduce_on_plateau(factor=0.5, patience=2))
+
+
+def lbfgs(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.lbfgs(memory_size=3, linesearch=optax.scale_by_backtracking_linesearch(5))
+
+
+def zoom(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.lbfgs(memory_size=3)
+
+
+def sophia(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.contrib.sophia(config.learning_rate)
+
+
+def schedule_free(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.contrib.schedule_free_adamw(config.learning_rate, warmup_steps=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class WidthConfig(jgpt.OptimizerConfig):
+    base_width: int = 4
+    """The width whose learning rate is given."""
+
+
+def mup(config: WidthConfig, steps: int, model: jgpt.ModelConfig) -> Any:
+    return optax.adam(config.learning_rate * config.base_width / model.embed_dim)
+
+
+MAKES = {make.__name__: make for make in (plateau, lbfgs, zoom, sophia, schedule_free, mup)}
+
+
+@pytest.fixture
+def config(small_run, tmp_path):
+    optimizer = dataclasses.replace(small_run.optimizer, gradient_clip=0.0)
+    model = dataclasses.replace(small_run.model, dropout=0.0)
+    return dataclasses.replace(
+        small_run,
+        optimizer=optimizer,
+        model=model,
+        sample_tokens=0,
+        steps=6,
+        out=str(tmp_path / "run"),
+    )
+
+
+def stopped_and_resumed(config: jgpt.TrainConfig, make: Any, tmp_path: Any) -> Any:
+    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
+    begun = tmp_path / "stopped/config.json"
+    stops = iter([False, True])
+    with pytest.raises(TrainingStopped):
+        jgpt.fit(
+            stopped,
+            optimizer=make,
+            progress=None,
+            should_stop=lambda: begun.exists() and next(stops),
+        )
+    return jgpt.fit(stopped, optimizer=make, resume=True, progress=None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "schedule_free",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MAKES if name != "schedule_free"),
+    ],
+)
+def test_an_optimizer_trains_and_is_resumed_bitwise(name, config, tmp_path):
+    run = jgpt.fit(config, optimizer=MAKES[name], progress=None)
+    resumed = stopped_and_resumed(config, MAKES[name], tmp_path)
+
+    assert run.metrics["loss"][-1] < run.metrics["loss"][1]
+    np.testing.assert_array_equal(run.metrics["loss"], resumed.metrics["loss"])
+    assert run.validation_loss == resumed.validation_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MAKES if name != "sophia"])
+def test_an_optimizer_trains_on_a_mesh(name, config, tmp_path):
+    config = dataclasses.replace(config, batch_size=8, steps=3)
+    run = jgpt.fit(config, optimizer=MAKES[name], progress=None)
+    sharded = dataclasses.replace(config, mesh="data=4,fsdp=2", out=str(tmp_path / "sharded"))
+    other = jgpt.fit(sharded, optimizer=MAKES[name], progress=None)
+
+    np.testing.assert_allclose(other.metrics["loss"], run.metrics["loss"], rtol=2e-3)
+
+
+def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
+    weights = {"a": jnp.array([1.0, -2.0, 3.0])}
+    config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, learning_rate=0.1)
+    wrapped = make_optimizer(config, 9)
+    plain = schedule_free(config, 9)
+    state, plain_state = wrapped.init(weights), plain.init(weights)
+    evaluated, y = weights, weights
+    assert isinstance(state, ScheduleFree)
+    for _ in range(3):
+        gradients = jax.tree.map(lambda leaf: 2 * leaf, y)
+        updates, plain_state = plain.update(gradients, plain_state, y)
+        y = optax.apply_updates(y, updates)
+        gradients = jax.tree.map(lambda leaf: 2 * leaf, trained_weights(evaluated, state))
+        updates, state = wrapped.update(gradients, state, evaluated)
+        evaluated = optax.apply_updates(evaluated, updates)
+    x = optax.contrib.schedule_free_eval_params(plain_state, y)
+
+    np.testing.assert_allclose(trained_weights(evaluated, state)["a"], y["a"], rtol=1e-6)
+    np.testing.assert_allclose(evaluated["a"], x["a"], rtol=1e-5)
+    assert abs(x["a"] - y["a"]).max() > 1e-3
+    with pytest.raises(ValueError, match="a schedule-free optimizer does itself: give ema_decay=0"):
+        make_optimizer(dataclasses.replace(config, ema_decay=0.9), 9).init(weights)
+
+
+def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
+    config = dataclasses.replace(config, steps=1)
+    run = jgpt.fit(config, optimizer=mup, progress=None)
+    saved = jgpt.load(run.directory, optimizer=mup).config.optimizer
+
+    assert isinstance(run.config.optimizer, WidthConfig)
+    assert isinstance(saved, WidthConfig)
+    assert saved == run.config.optimizer
+    weights = {"a": jnp.ones(3)}
+    narrow, wide = (
+        make_optimizer(saved, 1, model=dataclasses.replace(config.model, embed_dim=width))
+        for width in (12, 24)
+    )
+    gradients = {"a": jnp.full(3, 0.5)}
+    step, _ = narrow.update(gradients, narrow.init(weights), weights)
+    half, _ = wide.update(gradients, wide.init(weights), weights)
+    np.testing.assert_allclose(step["a"], 2 * half["a"], rtol=1e-6)
+
+
+FILE = """
+import dataclasses
+import jgpt
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class WidthConfig(jgpt.OptimizerConfig):
+    base_width: int = 4
+
+
+def mup(config: WidthConfig, steps: int, model: jgpt.ModelConfig):
+    return optax.adam(config.learning_rate * config.base_width / model.embed_dim)
+"""
+
+
+def test_a_field_of_the_optimizer_is_an_option(tmp_path, poem):
+    (tmp_path / "my.py").write_text(FILE)
+    sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
+    given = ("--data", poem, *sizes, "--steps", "1", "--sample-tokens", "0", "--out", "r")
+    own = ("--optimizer", "my.py:mup", "--base-width", "6")
+    done = command("train", "tiny", *given, *own, cwd=tmp_path)
+
+    assert done.code == 0, done.stderr
+    recorded = jgpt.load(tmp_path / "r").config.optimizer.make
+    assert dict(recorded.fields) == {"base_width": 6}  # type: ignore[union-attr]
