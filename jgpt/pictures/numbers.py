@@ -129,15 +129,15 @@ class Look:
         self.tokenizer = tokenizer
         self.name = name
         self._graph, weights = nnx.split(model)
-        self._weights = nnx.to_pure_dict(weights)
+        self.weights = nnx.to_pure_dict(weights)
         if like is not None and like._graph == self._graph:
             self.anatomy = like.anatomy
-            self._rows = like._rows
+            self.rows = like.rows
             self._program = like._program
         else:
             self.anatomy = anatomy_of(model)
-            self._rows = functools.cache(self._rows_of)
-            self._program = jax.jit(self._forward)
+            self.rows = functools.cache(self._rows_of)
+            self._program = jax.jit(self.forward)
 
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()
@@ -184,7 +184,7 @@ class Look:
         # The next power of two, so that few programs are compiled for prompts of any length.
         power_of_two = 1 << (time - 1).bit_length()
         length = min(max(SHORTEST, power_of_two), self.model.block_size)
-        inputs = self._neutral_inputs(length)
+        inputs = self.neutral_inputs(length)
         inputs["tokens"][0, :time] = tokens
         for (layer, head), factor in changes.heads.items():
             inputs["heads"][layer, head] = factor
@@ -194,7 +194,7 @@ class Look:
             layer, position, _ = changes.patch
             inputs["replaced"][layer, position] = True
             inputs["streams"] = other_streams
-        return self._program(self._weights, inputs)
+        return self._program(self.weights, inputs)
 
     def _require_room(self, time: int) -> None:
         if time > self.model.block_size:
@@ -209,7 +209,7 @@ class Look:
             heads = counted(self.anatomy.heads, "head")
             raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
 
-    def _neutral_inputs(self, length: int) -> dict[str, Any]:
+    def neutral_inputs(self, length: int) -> dict[str, Any]:
         """Return the inputs of the program for `length` tokens, with no changes.
 
         Every change is a number in an array, so that one program computes all of them.
@@ -247,10 +247,10 @@ class Look:
             edits[path] = functools.partial(replace, is_replaced, inputs["streams"][layer])
         return record_calls(model, inputs["tokens"], edits)
 
-    def _forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, weights: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         """Compute everything that a page draws, from one forward pass; this is the compiled
         program."""
-        model = nnx.merge(self._graph, weights)
+        model = self.model_with(weights)
         tokens = inputs["tokens"]
         trace, calls = self._record(model, inputs)
         modules = {}
@@ -336,6 +336,16 @@ class Look:
             products = []
         return attention, products
 
+    def model_with(self, weights: Any) -> Any:
+        """Return the model with other weights."""
+        return nnx.merge(self._graph, weights)
+
+    def traced_arrays(self, weights: Any, inputs: dict[str, Any]) -> list[Any]:
+        """Return the arrays of a forward pass with the changes in the inputs; the logits are the
+        last."""
+        model = self.model_with(weights)
+        return [array.value for array in _arrays_of(*self._record(model, inputs))]
+
     def _rows_of(self, length: int) -> list[ArrayRow]:
         """Describe the arrays of a forward pass over `length` tokens.
 
@@ -374,7 +384,7 @@ class Look:
         def trace(inputs: Any) -> None:
             arrays.extend(_arrays_of(*self._record(self.model, inputs)))
 
-        jax.eval_shape(trace, self._neutral_inputs(length))
+        jax.eval_shape(trace, self.neutral_inputs(length))
         return arrays
 
     # --- the data of a page -----------------------------------------------------------------------
@@ -451,7 +461,7 @@ class Look:
     def _page_arrays(self, outputs: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
         """Return each array that grows with the tokens once, by token; parameters are not shown."""
         shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
-        rows = self._rows(outputs["candidates"].shape[1])
+        rows = self.rows(outputs["candidates"].shape[1])
         for row, array in zip(rows, outputs["arrays"], strict=True):
             if not row.token_axes:
                 continue

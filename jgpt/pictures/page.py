@@ -53,7 +53,7 @@ def page_of(data: dict[str, Any], *, live: bool = False) -> str:
     """Return the page for some data; only a live page may send requests, and only to its server."""
     folder = Path(__file__).with_name("page")
     scripts = []
-    for path in sorted(folder.glob("*.js")):  # in the order of the numbers in their names
+    for path in sorted(folder.glob("[0-9]*.js")):  # in the order of the numbers in their names
         scripts.append(path.read_text(encoding="utf-8"))
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {

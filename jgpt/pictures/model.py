@@ -1,0 +1,210 @@
+"""The model in a page: the programs that compute its numbers, for `page/model.js`."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from jgpt.generation.sampling import Sampling, next_token
+from jgpt.nn.models import CachedLanguageModel
+from jgpt.pictures.numbers import CANDIDATES, MOST_CANDIDATES, SHORTEST, Look
+from jgpt.pictures.program import Program, make_program
+
+
+def page_model(look: Look) -> dict[str, Any]:
+    """Return what a page computes a model's numbers with, as plain data; the weights are apart.
+
+    Raises ValueError if the model needs a primitive that the page lacks.
+    """
+    anatomy = look.anatomy
+    return {
+        "name": look.name,
+        "vocab_size": look.model.vocab_size,
+        "block_size": look.model.block_size,
+        "most_tokens": look.most_tokens(),
+        "candidates": CANDIDATES,
+        "most_candidates": MOST_CANDIDATES,
+        "window": anatomy.window,
+        "blocks": [len(paths) > 0 for paths in anatomy.branches],
+        "layers": [path is not None for path in anatomy.head_outputs],
+        "heads": anatomy.heads,
+        "width": anatomy.width,
+        "programs": [_program_for(look, length) for length in program_lengths(look)],
+        "decoding": _decoding_of(look),
+        "sampling": sampling_program(look.model.vocab_size).as_data(),
+    }
+
+
+def program_lengths(look: Look) -> list[int]:
+    """Return the numbers of tokens that programs are made for: texts are padded to the next."""
+    most = look.most_tokens()
+    lengths = []
+    length = min(SHORTEST, look.model.block_size)
+    while length < most:
+        lengths.append(length)
+        length = min(2 * length, look.model.block_size)
+    return [*lengths, length]
+
+
+def _program_for(look: Look, length: int) -> dict[str, Any]:
+    rows = []
+    for row in look.rows(length):
+        rows.append(row.text | {"token_axes": row.token_axes})
+    return {
+        "length": length,
+        "rows": rows,
+        "forward": forward_program(look, length).as_data(),
+        "gradient": gradient_program(look, length).as_data(),
+    }
+
+
+def forward_program(look: Look, length: int) -> Program:
+    """Return the program of all numbers of a page. Its inputs are `0/...` for the weights, and
+    `1/tokens`, `1/heads`, `1/blocks`, `1/replaced` and `1/streams`."""
+    return make_program(look.forward, look.weights, look.neutral_inputs(length))
+
+
+def gradient_program(look: Look, length: int) -> Program:
+    """Return the program of the loss's gradient for each array of the forward pass.
+
+    Its inputs are those of the forward program, and `2`: the number of tokens that are a text. The
+    loss is the mean over the tokens after the first; `arrays/i` is the gradient for array i.
+    """
+    inputs = look.neutral_inputs(length)
+    forward = functools.partial(_loss_and_arrays, look)
+    closed = jax.make_jaxpr(forward)(look.weights, inputs, np.int32(length))
+    arrays = closed.jaxpr.outvars[1:]
+    variables = list(dict.fromkeys(arrays))  # a function may return its argument
+
+    def gradients(weights: Any, inputs: Any, count: Any) -> dict[str, Any]:
+        arguments = jax.tree.leaves((weights, inputs, count))
+
+        def loss(changes: Sequence[Any]) -> Any:
+            return _evaluate(closed, arguments, dict(zip(variables, changes, strict=True)))[0]
+
+        zeros = [jnp.zeros(variable.aval.shape, variable.aval.dtype) for variable in variables]
+        value, found = jax.value_and_grad(loss)(zeros)
+        gradient_of = dict(zip(variables, found, strict=True))
+        return {"loss": value, "arrays": [gradient_of[variable] for variable in arrays]}
+
+    return make_program(gradients, look.weights, inputs, np.int32(length))
+
+
+def _loss_and_arrays(look: Look, weights: Any, inputs: Any, count: Any) -> list[Any]:
+    """Return the loss on a text of `count` tokens and padding, then the arrays of its pass."""
+    arrays = look.traced_arrays(weights, inputs)
+    logits = arrays[-1]
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))[0, :-1]  # time-1 vocab
+    following = inputs["tokens"][0, 1:]  # time-1
+    chosen = jnp.take_along_axis(log_probabilities, following[:, None], axis=-1)[:, 0]
+    is_text = jnp.arange(1, len(following) + 1) < count
+    return [-jnp.where(is_text, chosen, 0).sum() / (count - 1), *arrays]
+
+
+def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) -> list[Any]:
+    """Evaluate a jaxpr, with a change added to each of some variables.
+
+    The gradient for the change is that for the variable: for what a module returns, but also for an
+    argument that is the sum of two results, which no function returns.
+    """
+    values: dict[Any, Any] = {}
+
+    def read(variable: Any) -> Any:
+        if isinstance(variable, core.Literal):
+            return variable.val
+        return values[variable]
+
+    def write(variables: Sequence[Any], results: Sequence[Any]) -> None:
+        for variable, result in zip(variables, results, strict=True):
+            values[variable] = result
+            if variable in changes:
+                values[variable] = result + changes[variable]
+
+    write(closed.jaxpr.constvars, closed.consts)
+    write(closed.jaxpr.invars, arguments)
+    ever_read = set(_variables_of(closed.jaxpr.outvars))
+    for equation in closed.jaxpr.eqns:
+        ever_read.update(_variables_of(equation.invars))
+    for equation in closed.jaxpr.eqns:
+        # As a jaxpr of its own, which a public function of JAX evaluates.
+        operands = list(dict.fromkeys(_variables_of(equation.invars)))
+        results = [variable for variable in equation.outvars if variable in ever_read]
+        alone = core.Jaxpr([], operands, results, [equation])
+        function = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
+        write(results, function(*[values[variable] for variable in operands]))
+    return [read(variable) for variable in closed.jaxpr.outvars]
+
+
+def _variables_of(atoms: Sequence[Any]) -> list[Any]:
+    """Return those that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+# --- writing on -----------------------------------------------------------------------------------
+
+CHUNK = 16
+"""The number of prompt tokens that one step of decoding reads, where so many are left."""
+
+
+def _decoding_of(look: Look) -> dict[str, Any] | None:
+    """Return the programs that continue a text with a KV cache, or None for a model without one.
+
+    Each array of an empty cache has one number everywhere, which is `fill`.
+    """
+    if not isinstance(look.model, CachedLanguageModel):
+        return None
+    _, cache = _empty_cache(look)
+    fill = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        fill[f"1/{name}"] = np.asarray(leaf).ravel()[:1].tolist()
+    programs = {}
+    for count in sorted({1, min(CHUNK, look.model.block_size)}):
+        programs[str(count)] = decoding_program(look, count).as_data()
+    return {"programs": programs, "fill": fill}
+
+
+def _empty_cache(look: Look) -> tuple[Any, Any]:
+    graph, state = nnx.split(look.model.empty_cache(1))
+    return graph, nnx.to_pure_dict(state)
+
+
+def decoding_program(look: Look, count: int) -> Program:
+    """Return the program that reads `count` tokens after those in a KV cache of a whole block.
+
+    Its inputs are `0/...` for the weights, `1/...` for the cache and `2` for the tokens; its
+    results are the `logits` after the last token, and `cache/...`.
+    """
+    graph, cache = _empty_cache(look)
+
+    def step(weights: Any, cache: Any, tokens: Any) -> dict[str, Any]:
+        model = look.model_with(weights)
+        updated = nnx.merge(graph, cache)
+        hidden = model.hidden(tokens, cache=updated)
+        logits = model.logits(hidden[:, -1:])[0, 0]
+        return {"logits": logits, "cache": nnx.to_pure_dict(nnx.state(updated))}
+
+    return make_program(step, look.weights, cache, np.zeros((1, count), np.int32))
+
+
+def sampling_program(vocab_size: int) -> Program:
+    """Return the program that draws a token as `generate` does, with temperature alone.
+
+    Its inputs are the logits, the two words of the seed's key, the number of the token after the
+    prompt, and the temperature. A token whose logit is -inf is never drawn, so that other filters
+    can be applied before.
+    """
+
+    def draw(logits: Any, words: Any, number: Any, temperature: Any) -> Any:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words), number)
+        # A dataclass with a traced number, which its constructor doesn't take.
+        sampling = jax.tree.map(lambda _: temperature, Sampling(1.0))
+        return next_token(logits[None], key, sampling)[0]
+
+    logits = np.zeros(vocab_size, np.float32)
+    return make_program(draw, logits, np.zeros(2, np.uint32), np.int32(0), np.float32(1))

@@ -1,0 +1,381 @@
+// The numbers of the page, computed in the page: what jgpt/pictures/numbers.py does in Python.
+//
+//   const model = createModel(description, weights, interpreter);
+//   const data = model.compute({tokens: [5, 2, 9], prompt: 3, changes: {heads: [[0, 2, 0]]}});
+//
+// `description` is what jgpt/pictures/model.py makes, and `weights` are arrays by name. A request has
+//   tokens    the text, of at least one token
+//   prompt    the number of its tokens that are the prompt
+//   changes   {heads: [[layer, head, factor]], blocks: [[layer, factor]],
+//             patch: {layer, position, tokens}}, each of which may be missing
+//   gradient  whether each array gets `gradient` beside `values`: that of the loss for it
+//
+// The record is that of `Look` in Python, with two differences: arrays have their numbers as they
+// are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
+// `texts` is left to the page, which has the tokenizer. With `gradient` it also has `loss`.
+"use strict";
+
+function createModel(description, weights, interpreter) {
+
+const {heads, width, blocks, layers} = description;
+const machines = new Map();
+let last = {};  // the unchanged pass over the last text, which a changed one is compared with
+
+function machineFor(length, kind) {
+  const {programs} = description;
+  const program = programs.find((each) => each.length >= length) ?? programs[programs.length - 1];
+  const key = `${program.length} ${kind}`;
+  if (!machines.has(key)) machines.set(key, interpreter.load(program[kind], weights));
+  return {machine: machines.get(key), program};
+}
+
+// --- inputs --------------------------------------------------------------------------------------
+
+function requireFits(tokens) {
+  if (tokens.length === 0) throw new Error("the prompt is empty: give at least one character");
+  if (tokens.length > description.block_size) {
+    throw new Error(
+      `the prompt has ${tokens.length} tokens, more than the block of ${description.block_size}`);
+  }
+  if (tokens.length > description.most_tokens) {
+    throw new Error(`${tokens.length} tokens are too many for a page of this model`);
+  }
+  for (const token of tokens) {
+    if (!(Number.isInteger(token) && token >= 0 && token < description.vocab_size)) {
+      throw new Error(`token ${token} is not in the vocabulary of ${description.vocab_size}`);
+    }
+  }
+}
+
+// The inputs for a text, padded at the end: causal attention ignores what follows.
+function inputsFor(tokens, length, changes, streams) {
+  const padded = new Int32Array(length);
+  padded.set(tokens);
+  const headFactors = new Float32Array(layers.length * heads).fill(1);
+  for (const [layer, head, factor] of changes.heads ?? []) headFactors[layer * heads + head] = factor;
+  const blockFactors = new Float32Array(blocks.length).fill(1);
+  for (const [layer, factor] of changes.blocks ?? []) blockFactors[layer] = factor;
+  const replaced = new Uint8Array(blocks.length * length);
+  if (changes.patch) replaced[changes.patch.layer * length + changes.patch.position] = 1;
+  const shape = [blocks.length, length, width];
+  return {
+    "1/tokens": interpreter.array("int32", [1, length], padded),
+    "1/heads": interpreter.array("float32", [layers.length, heads], headFactors),
+    "1/blocks": interpreter.array("float32", [blocks.length], blockFactors),
+    "1/replaced": interpreter.array("bool", [blocks.length, length], replaced),
+    "1/streams": streams ?? interpreter.array(
+      "float32", shape, new Float32Array(blocks.length * length * width)),
+  };
+}
+
+function run(tokens, changes, streams, names) {
+  const {machine, program} = machineFor(tokens.length, "forward");
+  const given = inputsFor(tokens, program.length, changes, streams);
+  return {outputs: machine.run(given, names), program};
+}
+
+const PREDICTIONS = ["candidates", "log_probabilities", "next_log_probabilities"];
+
+// Heads and blocks of factor 1 are no changes.
+function isChange({heads = [], blocks = [], patch}) {
+  return Boolean(patch) || heads.some((each) => each[2] !== 1) || blocks.some((each) => each[1] !== 1);
+}
+
+function compute({tokens, prompt = tokens.length, changes = {}, gradient = false}) {
+  requireFits(tokens);
+  let before = null;
+  let streams;
+  if (isChange(changes)) {
+    const text = tokens.join();
+    if (last.text !== text) {
+      last = {text, before: predictionsOf(run(tokens, {}, undefined, PREDICTIONS).outputs, tokens)};
+    }
+    before = last.before;
+  }
+  if (changes.patch) {
+    const other = changes.patch.tokens;
+    requireFits(other);
+    if (other.length !== tokens.length) {
+      throw new Error(
+        `the other prompt has ${other.length} tokens and this one ${tokens.length}: ` +
+        "a patch needs as many");
+    }
+    streams = run(other, {}, undefined, ["streams"]).outputs.streams;
+    // The interpreter keeps 16-bit floats as float32, so a stream is an input as it is.
+    streams = interpreter.array(
+      streams.dtype, streams.shape, Float32Array.from(interpreter.numbersOf(streams)));
+  }
+  const {outputs, program} = run(tokens, changes, streams);
+  const arrays = arraysOf(outputs, program.rows, tokens.length);
+  const data = dataOf(tokens, prompt, outputs, arrays, before);
+  if (gradient) addGradients(data, arrays, tokens, changes, streams);
+  return data;
+}
+
+// --- the record ----------------------------------------------------------------------------------
+
+// Nested lists of the numbers of an array, without padding: `sizes` cut its axes.
+function nested(x, sizes) {
+  const numbers = interpreter.numbersOf(x);
+  const fill = (axis, start) => {
+    if (axis === x.shape.length) return numbers[start];
+    const step = interpreter.sizeOf(x.shape.slice(axis + 1));
+    const list = [];
+    for (let i = 0; i < sizes[axis]; i++) list.push(fill(axis + 1, start + i * step));
+    return list;
+  };
+  return fill(0, 0);
+}
+
+function dataOf(tokens, prompt, outputs, arrays, before) {
+  const time = tokens.length;
+  const {candidates, log_probabilities: best} = outputs;
+  const [depths, , most] = candidates.shape;
+  const count = Math.min(most, time === 1 ? description.most_candidates : description.candidates);
+  const data = {
+    name: description.name,
+    vocab_size: description.vocab_size,
+    block_size: description.block_size,
+    window: description.window,
+    prompt,
+    tokens,
+    candidates: nested(candidates, [depths, time, count]),
+    log_probabilities: nested(best, [depths, time, count]),
+    next_ranks: nested(outputs.next_ranks, [depths, time - 1]),
+    next_log_probabilities: nested(outputs.next_log_probabilities, [depths, time - 1]),
+    last: lastOf(candidates, best, depths - 1, time - 1),
+    blocks,
+    layers,
+    heads,
+    attention: null,
+    products: null,
+    before,
+  };
+  data.arrays = arrays.map(({row, values}) => ({
+    name: row.name, path: row.path, dimensions: row.dimensions, sizes: row.sizes, values,
+  }));
+  for (const {values} of arrays) requireFinite(values.steps);
+  const maps = layers.map((_, layer) => outputs[`attention/${layer}`]);
+  if (maps.length) data.attention = triangles(maps, time);
+  const factors = (which) => layers.map((_, layer) => outputs[`products/${layer}/${which}`]);
+  if (maps.length && factors(0)[0]) {
+    data.products = {
+      scale: interpreter.numbersOf(factors(2)[0])[0],
+      query: stacked(factors(0), time),
+      key: stacked(factors(1), time),
+    };
+  }
+  return data;
+}
+
+// All candidates of the last token, from which the sampling parameters choose.
+function lastOf(candidates, best, depth, position) {
+  const [, length, most] = candidates.shape;
+  const start = (depth * length + position) * most;
+  const part = (x) => Array.from(interpreter.numbersOf(x).subarray(start, start + most));
+  return [part(candidates), part(best)];
+}
+
+// The predictions of the unchanged model.
+function predictionsOf(outputs, tokens) {
+  const time = tokens.length;
+  const [depths, , most] = outputs.candidates.shape;
+  const atTheEnd = (x, ...sizes) => nested(x, [depths, ...sizes])[depths - 1];
+  return {
+    log_probabilities: atTheEnd(outputs.log_probabilities, time, most),
+    next_log_probabilities: atTheEnd(outputs.next_log_probabilities, time - 1),
+    candidates: atTheEnd(outputs.candidates, time, most),
+  };
+}
+
+const whole = (shape, steps) => ({shape, low: 0, step: 1, steps});
+
+function requireFinite(numbers) {
+  for (let i = 0; i < numbers.length; i++) {
+    if (!Number.isFinite(numbers[i])) {
+      throw new Error("the forward pass is not finite: the model has diverged");
+    }
+  }
+}
+
+// The attention weights up to the diagonal, row by row; those above it are 0.
+function triangles(maps, time) {
+  const size = time * (time + 1) / 2;
+  const weights = new Float32Array(maps.length * heads * size);
+  let place = 0;
+  for (const map of maps) {
+    const numbers = interpreter.numbersOf(map);
+    const [, rows, columns] = map.shape;
+    for (let head = 0; head < heads; head++) {
+      for (let query = 0; query < time; query++) {
+        const start = (head * rows + query) * columns;
+        weights.set(numbers.subarray(start, start + query + 1), place);
+        place += query + 1;
+      }
+    }
+  }
+  requireFinite(weights);
+  return whole([maps.length, heads, size], weights);
+}
+
+// One array of all layers, without padding along the second axis of each.
+function stacked(arrays, time) {
+  const [rows, length, features] = arrays[0].shape;
+  const numbers = new Float32Array(arrays.length * rows * time * features);
+  let place = 0;
+  for (const x of arrays) {
+    const from = interpreter.numbersOf(x);
+    for (let row = 0; row < rows; row++) {
+      const start = row * length * features;
+      numbers.set(from.subarray(start, start + time * features), place);
+      place += time * features;
+    }
+  }
+  return whole([arrays.length, rows, time, features], numbers);
+}
+
+// The numbers of an array without padding, with the first axis that grows with the tokens in front.
+function byToken(x, tokenAxes, time) {
+  const sizes = x.shape.map((size, axis) => tokenAxes.includes(axis) ? time : size);
+  const [first] = tokenAxes;
+  const order = [first, ...sizes.map((_, axis) => axis).filter((axis) => axis !== first)];
+  const shape = order.map((axis) => sizes[axis]);
+  const strides = order.map((axis) => x.strides[axis]);
+  const numbers = interpreter.numbersOf({...x, shape, strides});
+  return {sizes, values: whole(shape, Float32Array.from(numbers))};
+}
+
+const isEqual = (a, b) => a.length === b.length && a.every((x, i) => Object.is(x, b[i]));
+const depthOf = (path) => path.split(".").length;
+
+// Each array that grows with the tokens once: one that a module returns unchanged is shown as the
+// result of the outermost such module.
+function arraysOf(outputs, rows, time) {
+  let shown = [];
+  rows.forEach((row, index) => {
+    if (!row.token_axes.length) return;
+    const {sizes, values} = byToken(outputs[`arrays/${index}`], row.token_axes, time);
+    const same = shown.find((other) =>
+      isEqual(other.row.sizes, sizes) && isEqual(other.values.steps, values.steps));
+    if (same) {
+      if (depthOf(same.row.path) <= depthOf(row.path)) return;
+      shown = shown.filter((other) => other !== same);  // to get the outermost module's place
+    }
+    shown.push({row: {...row, sizes, index}, values});
+  });
+  return shown;
+}
+
+function addGradients(data, arrays, tokens, changes, streams) {
+  if (tokens.length < 2) throw new Error("a gradient needs a second token: the loss is its");
+  const {machine, program} = machineFor(tokens.length, "gradient");
+  const given = inputsFor(tokens, program.length, changes, streams);
+  given["2"] = interpreter.array("int32", [], [tokens.length]);
+  const outputs = machine.run(given);
+  data.loss = interpreter.numbersOf(outputs.loss)[0];
+  arrays.forEach(({row}, place) => {
+    const found = byToken(outputs[`arrays/${row.index}`], row.token_axes, tokens.length);
+    data.arrays[place].gradient = found.values;
+  });
+}
+
+// --- writing on ----------------------------------------------------------------------------------
+
+// Reads tokens after those in the cache; returns the logits after the last, and the new cache.
+function readOn(cache, tokens) {
+  const {programs} = description.decoding;
+  const key = `${tokens.length} decoding`;
+  if (!machines.has(key)) {
+    machines.set(key, interpreter.load(programs[tokens.length], weights));
+  }
+  const given = {...cache, "2": interpreter.array("int32", [1, tokens.length], tokens)};
+  const outputs = machines.get(key).run(given);
+  const updated = {};
+  for (const name of Object.keys(cache)) updated[name] = outputs[name.replace("1/", "cache/")];
+  return {logits: Float32Array.from(interpreter.numbersOf(outputs.logits)), cache: updated};
+}
+
+function emptyCache() {
+  const {programs, fill} = description.decoding;
+  const [program] = Object.values(programs);
+  const cache = {};
+  for (const [name, value] of Object.entries(fill)) {
+    const [dtype, shape] = program.types[program.inputs[name]];
+    const numbers = new Array(interpreter.sizeOf(shape)).fill(value[0]);
+    cache[name] = interpreter.array(dtype, shape, numbers);
+  }
+  return cache;
+}
+
+// A text that is written on: `logits` are those after its last token, and `append` reads another.
+function begin(tokens) {
+  if (tokens.length === 0) throw new Error("the prompt is empty: give at least one character");
+  let {block_size: room} = description;
+  if (!description.decoding) return beginWithoutCache(tokens);
+  const chunk = Math.max(...Object.keys(description.decoding.programs).map(Number));
+  const text = {logits: null, cache: emptyCache()};
+  const read = (some) => {
+    room -= some.length;
+    if (room < 0) throw new Error(`the text fills the block of ${description.block_size} tokens`);
+    Object.assign(text, readOn(text.cache, some));
+  };
+  text.append = (token) => read([token]);
+  // First what doesn't fill a chunk, since the cache takes no padding.
+  let done = tokens.length % chunk;
+  for (const token of tokens.slice(0, done)) read([token]);
+  for (; done < tokens.length; done += chunk) read(tokens.slice(done, done + chunk));
+  return text;
+}
+
+// A model without a cache reads the whole text for each token.
+function beginWithoutCache(tokens) {
+  const text = {logits: null};
+  let read = [];
+  text.append = (token) => {
+    read = [...read, token];
+    requireFits(read);
+    const {rows} = description.programs[0];
+    const name = `arrays/${rows.length - 1}`;  // the logits are the last array
+    const x = run(read, {}, undefined, [name]).outputs[name];
+    const start = (read.length - 1) * description.vocab_size;
+    text.logits = Float32Array.from(
+      interpreter.numbersOf(x).subarray(start, start + description.vocab_size));
+  };
+  read = tokens.slice(0, -1);
+  text.append(tokens[tokens.length - 1]);
+  return text;
+}
+
+// Draws token `number` after a prompt, the one that `jgpt.generate` draws with this seed.
+function sample(logits, {temperature, seed, number}) {
+  if (!machines.has("sampling")) {
+    machines.set("sampling", interpreter.load(description.sampling));
+  }
+  const outputs = machines.get("sampling").run({
+    0: interpreter.array("float32", [logits.length], logits),
+    1: interpreter.array("uint32", [2], [0, seed]),
+    2: interpreter.array("int32", [], [number]),
+    3: interpreter.array("float32", [], [temperature]),
+  });
+  const [token] = Object.values(outputs);
+  return interpreter.numbersOf(token)[0];
+}
+
+// Continues a text by up to `count` tokens, within the block; `heard` gets each as it is drawn.
+function write({tokens, count, temperature, seed}, heard = () => {}) {
+  const text = begin(tokens);
+  const written = [];
+  const room = description.block_size - tokens.length;
+  for (let number = 0; number < Math.min(count, room); number++) {
+    const token = sample(text.logits, {temperature, seed, number});
+    written.push(token);
+    heard(token);
+    if (number + 1 < Math.min(count, room)) text.append(token);
+  }
+  return written;
+}
+
+return {compute, begin, sample, write};
+}
+
+if (typeof module !== "undefined") module.exports = createModel;

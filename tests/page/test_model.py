@@ -1,0 +1,148 @@
+"""The page's own record of a text is that of Python's `Look`."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jgpt.pictures.model import page_model
+from jgpt.pictures.numbers import Changes, Look
+from tests.javascript import needs_javascript, run_model
+from tests.page.test_program import TOKENIZER, TOKENS, look_of
+from tests.quick import only
+from tests.runs.test_look import unpacked
+
+OTHER = "tab <tip"
+
+
+@functools.cache
+def described(name: str) -> dict[str, Any]:
+    return page_model(look_of(name))
+
+
+def weights_of(look: Look) -> dict[str, Any]:
+    """The weights by the names of the programs' inputs."""
+    weights = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(look.weights):
+        weights["0/" + jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    return weights
+
+
+def records_of(name: str, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+    return run_model(described(name), weights_of(look_of(name)), requests)
+
+
+def values_of(array: dict[str, Any]) -> np.ndarray:
+    """The numbers of an array in a record of the page, which are not packed."""
+    assert (array["low"], array["step"]) == (0, 1)
+    return np.array(array["steps"], np.float32).reshape(array["shape"])
+
+
+def assert_close_to_packed(found: dict[str, Any], packed: dict[str, Any]) -> None:
+    """Within half a step of what Python packs into two bytes."""
+    half_a_step = 0.5 * (packed["high"] - packed["low"]) / 65535
+    largest = max(1.0, abs(packed["low"]), abs(packed["high"]))
+    tolerance = half_a_step + 1e-5 * largest
+    np.testing.assert_allclose(values_of(found), unpacked(packed), rtol=0, atol=tolerance)
+
+
+def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    exact = ("name", "vocab_size", "block_size", "window", "prompt", "tokens", "candidates")
+    for key in (*exact, "next_ranks", "blocks", "layers", "heads"):
+        assert found[key] == wanted[key], key
+    for key in ("log_probabilities", "next_log_probabilities"):
+        np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=2e-5, err_msg=key)
+    assert found["last"][0] == wanted["last"][0]
+    np.testing.assert_allclose(found["last"][1], wanted["last"][1], rtol=0, atol=2e-5)
+    assert (found["before"] is None) == (wanted["before"] is None)
+    if wanted["before"] is not None:
+        assert found["before"].keys() == wanted["before"].keys()
+        for key in wanted["before"]:
+            np.testing.assert_allclose(found["before"][key], wanted["before"][key], atol=2e-5)
+    for key in ("attention", "products"):
+        assert (found[key] is None) == (wanted[key] is None), key
+    if wanted["attention"] is not None:
+        assert_close_to_packed(found["attention"], wanted["attention"])
+    if wanted["products"] is not None:
+        assert found["products"]["scale"] == pytest.approx(wanted["products"]["scale"])
+        for factor in ("query", "key"):
+            assert_close_to_packed(found["products"][factor], wanted["products"][factor])
+    for array, expected in zip(found["arrays"], wanted["arrays"], strict=True):
+        for key in ("name", "path", "dimensions", "sizes"):
+            assert list(array[key]) == list(expected[key]), (key, array["name"])
+        assert_close_to_packed(array["values"], expected["values"])
+
+
+@needs_javascript
+@pytest.mark.parametrize(
+    "name", only(["default preset"], ["default preset", "qwen3", "gpt2", "bigram", "one's own"])
+)
+def test_the_record_is_that_of_python(name):
+    look = look_of(name)
+    tokens = list(TOKENS)
+    requests = [{"tokens": tokens, "prompt": 3}]
+    changes = [Changes()]
+    if look.anatomy.blocks:
+        other = TOKENIZER.encode(OTHER).tolist()
+        patch = {"layer": 1, "position": 2, "tokens": other}
+        heads, blocks = [[0, 1, 0.0], [1, 2, 2.0]], [[0, 0.5]]
+        requests.append({"tokens": tokens, "changes": {"heads": heads, "blocks": blocks}})
+        changes.append(Changes(heads={(0, 1): 0.0, (1, 2): 2.0}, blocks={0: 0.5}))
+        requests.append({"tokens": tokens, "changes": {"patch": patch}})
+        changes.append(Changes(patch=(1, 2, OTHER)))
+    requests.append({"tokens": tokens[:1]})
+    changes.append(Changes())
+
+    records = records_of(name, *requests)
+
+    for record, request, change in zip(records, requests, changes, strict=True):
+        assert "error" not in record, record
+        prompt = request.get("prompt", len(request["tokens"]))
+        assert_same_record(record, look(request["tokens"], prompt, change))
+    if look.anatomy.blocks:
+        with pytest.raises(AssertionError):
+            assert_same_record(records[0], look(tokens, 3, changes[1]))
+
+
+@needs_javascript
+def test_a_request_that_can_t_be_computed_says_why():
+    patch = {"layer": 0, "position": 0, "tokens": [1, 2]}
+
+    records = records_of(
+        "default preset",
+        {"tokens": []},
+        {"tokens": [1] * 12},
+        {"tokens": [1, 17]},
+        {"tokens": [1, 2, 3], "changes": {"patch": patch}},
+        {"tokens": [1], "gradient": True},
+        {"tokens": [1, 2]},
+    )
+
+    assert [record.get("error") for record in records] == [
+        "the prompt is empty: give at least one character",
+        "the prompt has 12 tokens, more than the block of 11",
+        "token 17 is not in the vocabulary of 17",
+        "the other prompt has 2 tokens and this one 3: a patch needs as many",
+        "a gradient needs a second token: the loss is its",
+        None,
+    ]
+
+
+@needs_javascript
+def test_every_array_has_its_gradient():
+    (record,) = records_of("default preset", {"tokens": list(TOKENS), "gradient": True})
+
+    logits = np.array(record["next_log_probabilities"][-1])
+    assert record["loss"] == pytest.approx(-logits.mean(), rel=1e-5)
+    for array in record["arrays"]:
+        gradient = values_of(array["gradient"])
+        assert gradient.shape == values_of(array["values"]).shape
+    of_logits = values_of(record["arrays"][-1]["gradient"])[:, 0]
+    # Softmax minus one-hot, over the number of predictions.
+    scores = values_of(record["arrays"][-1]["values"])[:, 0]
+    expected = np.exp(scores - np.log(np.exp(scores).sum(-1, keepdims=True)))
+    expected[np.arange(len(TOKENS) - 1), TOKENS[1:]] -= 1
+    expected[-1] = 0
+    np.testing.assert_allclose(of_logits, expected / (len(TOKENS) - 1), rtol=0, atol=1e-6)

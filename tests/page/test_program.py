@@ -1,0 +1,260 @@
+"""A function of JAX as a flat program: what it keeps, and that a browser computes the same."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jgpt import CharTokenizer
+from jgpt.pictures.model import forward_program, gradient_program
+from jgpt.pictures.numbers import Look
+from jgpt.pictures.program import make_program
+from tests.javascript import Call, needs_javascript, run_programs
+from tests.models import random_model
+from tests.quick import only
+from tests.runs.test_plots import CONFIGS
+
+TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
+TOKENS = (3, 1, 4, 1, 5, 9, 2, 6)
+
+
+def names_of(program: Any) -> list[str]:
+    return [name for name, _, _, _ in program.operations]
+
+
+# --- flattening -----------------------------------------------------------------------------------
+
+
+def test_nested_functions_become_one_list():
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) + 1
+
+    program = make_program(lambda x: jax.checkpoint(inner)(x) * 2, np.ones(3, np.float32))
+
+    assert names_of(program) == ["sin", "add", "mul"]
+    assert [program.types[number] for number in program.outputs.values()] == [("float32", (3,))]
+
+
+def test_what_no_result_needs_is_dropped_and_equal_operations_are_one():
+    def function(x):
+        jnp.cos(x)
+        return jnp.sin(x) + jnp.sin(x), jnp.sin(x) * 1
+
+    program = make_program(function, np.ones(3, np.float32))
+
+    assert names_of(program) == ["sin", "add", "mul"]
+    assert program.operations[1][1] == [1, 1] or len(set(program.operations[1][1])) == 1
+
+
+def test_operations_that_differ_in_a_parameter_are_two():
+    def function(x):
+        return x.sum(0) + x.sum(1)
+
+    program = make_program(function, np.ones((3, 3), np.float32))
+
+    assert names_of(program) == ["reduce_sum", "reduce_sum", "add"]
+
+
+def test_inputs_and_outputs_have_the_names_of_their_paths():
+    def function(weights, x):
+        return {"sum": [weights["blocks"][0] + x, weights["head"] * x]}
+
+    weights = {"head": np.ones(3, np.float32), "blocks": {0: np.ones(3, np.float32)}}
+    program = make_program(function, weights, np.ones(3, np.float32))
+
+    assert list(program.inputs) == ["0/blocks/0", "0/head", "1"]
+    assert list(program.outputs) == ["sum/0", "sum/1"]
+
+
+def test_equal_constants_are_stored_once():
+    table = np.arange(6, dtype=np.float32)
+
+    def function(x):
+        return x * table + jnp.asarray(table.copy())
+
+    program = make_program(function, np.ones(6, np.float32))
+
+    (stored,) = program.constants.values()
+    np.testing.assert_array_equal(stored, table)
+
+
+def transformed(x):
+    return jnp.fft.fft(x).real
+
+
+def test_a_primitive_that_the_page_lacks_is_refused_with_the_line_that_uses_it():
+    line = transformed.__code__.co_firstlineno + 1
+
+    with pytest.raises(ValueError, match=r"^the page can't compute fft") as error:
+        make_program(lambda x: transformed(x) + 1, np.ones(4, np.float32))
+
+    message = str(error.value)
+    assert message.endswith(f"which {__file__}:{line} uses")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "reason"),
+    [
+        (lambda x: x.astype(jnp.complex64), np.ones(2, np.float32), "the dtype complex64"),
+        (lambda x: jnp.lexsort((x, x + 1)), np.ones(2, np.float32), "num_keys=2"),
+        (lambda x: jax.lax.reduce_precision(x, 4, 3), np.ones(2, np.float32), "4 bits of exponent"),
+        (
+            lambda x: jax.random.bits(jax.random.wrap_key_data(x, impl="rbg")),
+            np.zeros(4, np.uint32),
+            "rbg",
+        ),
+    ],
+)
+def test_a_dtype_or_parameter_that_the_page_lacks_is_refused(function, argument, reason):
+    with pytest.raises(ValueError, match=r"^the page can't compute \w+ with ") as error:
+        make_program(function, argument)
+
+    assert reason in str(error.value)
+
+
+def test_a_scan_of_too_many_steps_is_refused():
+    def function(x):
+        return jax.lax.scan(lambda carry, _: (jnp.sin(carry), None), x, None, length=60_000)[0]
+
+    with pytest.raises(ValueError, match="more than 50000 operations"):
+        make_program(function, np.float32(1))
+
+
+# --- whole programs -------------------------------------------------------------------------------
+
+
+class RunningMean(nnx.Module):
+    """A model of somebody's own: a recurrence instead of attention."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.vocab_size = 17
+        self.block_size = 12
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (17, 6)))
+        self.gate = nnx.Param(jax.random.normal(rngs.params(), (6,)))
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (6, 17)))
+
+    def hidden(self, tokens: Any, *, rngs: Any = None) -> Any:
+        x = self.embedding[...][tokens]
+        keep = jax.nn.sigmoid(self.gate[...])
+
+        def step(state: Any, entry: Any) -> Any:
+            state = keep * state + (1 - keep) * entry
+            return state, jnp.tanh(state)
+
+        _, states = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
+        return states.swapaxes(0, 1)
+
+    def logits(self, x: Any) -> Any:
+        return x @ self.head[...]
+
+    def __call__(self, tokens: Any, *, rngs: Any = None) -> Any:
+        return self.logits(self.hidden(tokens))
+
+
+LLAMA = {"qk_norm": False, "qk_norm_scale": False}
+
+
+def model_named(name: str) -> Any:
+    if name == "one's own":
+        return RunningMean(rngs=nnx.Rngs(0))
+    if name == "llama":
+        return random_model("qwen3", **LLAMA)
+    if name == "scanned":
+        return random_model("gpt2", scan_layers=True, remat=True)
+    if name == "bigram":
+        return random_model("bigram")
+    return random_model("nanogpt", **vars(CONFIGS[name]))
+
+
+MODELS = [*CONFIGS, "llama", "scanned", "bigram", "one's own"]
+QUICK = ["default preset", "one's own"]
+
+
+@functools.cache
+def look_of(name: str) -> Look:
+    return Look(model_named(name), TOKENIZER, name)
+
+
+def inputs_of(look: Look) -> dict[str, Any]:
+    """Inputs with changes of every kind."""
+    inputs = look.neutral_inputs(look.model.block_size)
+    inputs["tokens"][0, : len(TOKENS)] = TOKENS
+    random = np.random.default_rng(1)
+    if inputs["heads"].size:
+        inputs["heads"][-1, -1] = 0.5
+    if len(inputs["blocks"]):
+        inputs["blocks"][0] = 0.75
+        inputs["replaced"][0, 2] = True
+        inputs["streams"] = random.normal(size=inputs["streams"].shape).astype(np.float32)
+    return inputs
+
+
+def assert_equal_results(found: dict[str, Any], wanted: list[Any], relative: float) -> None:
+    """Integers are equal, and numbers are within a part of the largest of their array."""
+    for (path, values), expected in zip(found.items(), wanted, strict=True):
+        expected = np.asarray(expected)
+        if np.issubdtype(expected.dtype, np.integer):
+            np.testing.assert_array_equal(values, expected, err_msg=path)
+            continue
+        expected = expected.astype(np.float32)
+        tolerance = relative * max(1.0, abs(expected).max(initial=0))
+        np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, err_msg=path)
+
+
+@needs_javascript
+@pytest.mark.parametrize("name", only(QUICK, MODELS))
+def test_the_program_of_a_page_computes_what_jax_computes(name):
+    look = look_of(name)
+    inputs = inputs_of(look)
+    arguments = (look.weights, inputs)
+    program = forward_program(look, look.model.block_size)
+
+    (found,) = run_programs([Call(program, arguments, fixed=["0/"])])
+
+    wanted = jax.tree.leaves(jax.jit(look.forward)(*arguments))
+    assert_equal_results(found, wanted, 1e-5)
+
+
+@needs_javascript
+@pytest.mark.parametrize("name", only(QUICK[:1], ["default preset", "qwen3", "gpt2", "one's own"]))
+def test_the_gradient_for_every_array_is_that_of_the_loss(name):
+    """A step along the gradient of an array changes the loss by the square of its norm."""
+    look = look_of(name)
+    inputs = look.neutral_inputs(look.model.block_size)
+    inputs["tokens"][0, : len(TOKENS)] = TOKENS
+    count = np.int32(len(TOKENS))
+    program = gradient_program(look, look.model.block_size)
+
+    (found,) = run_programs([Call(program, (look.weights, inputs, count), fixed=["0/"])])
+
+    def loss(logits):
+        log_probabilities = jax.nn.log_softmax(logits[0, : len(TOKENS) - 1])
+        following = jnp.asarray(TOKENS[1:])
+        return -jnp.take_along_axis(log_probabilities, following[:, None], axis=-1).mean()
+
+    logits = look.model(jnp.asarray(inputs["tokens"]))
+    arrays = [path for path in found if path != "loss"]
+    of_logits = jax.grad(loss)(logits)
+    np.testing.assert_allclose(found["loss"], loss(logits), rtol=1e-5)
+    tolerance = 1e-5 * float(abs(of_logits).max())
+    np.testing.assert_allclose(found[arrays[-1]], of_logits, rtol=0, atol=tolerance)
+
+    if look.anatomy.blocks:
+        # The stream after each block, whose gradient is that of a patch.
+        def patched(streams):
+            changed = inputs | {"replaced": np.ones_like(inputs["replaced"]), "streams": streams}
+            return loss(look.forward(look.weights, changed)["arrays"][-1])
+
+        streams = look.forward(look.weights, inputs)["streams"]
+        of_streams = jax.grad(patched)(streams)[-1]
+        places = [row.text["path"] for row in look.rows(look.model.block_size)]
+        last = max(i for i, path in enumerate(places) if path == look.anatomy.blocks[-1])
+        stream_gradient = found[f"arrays/{last}"]
+        np.testing.assert_allclose(stream_gradient[0], of_streams, rtol=0, atol=1e-5)
+        assert abs(stream_gradient).max() > 1e-3

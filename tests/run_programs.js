@@ -1,0 +1,56 @@
+// Runs programs of jgpt/pictures/program.py: cases in, the bytes of their results out.
+//
+// node tests/run_programs.js FUNCTION INTERPRETER MODEL < question.json
+
+function toBase64(data) {
+  const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+  let text = "";
+  for (let i = 0; i < bytes.length; i += 4096) {
+    text += String.fromCharCode(...bytes.subarray(i, i + 4096));
+  }
+  return btoa(text);
+}
+
+function arraysOf(encoded) {
+  const arrays = {};
+  for (const [name, [dtype, shape, text]] of Object.entries(encoded)) {
+    arrays[name] = interpreter.decode(dtype, shape, text);
+  }
+  return arrays;
+}
+
+function runCases(cases) {
+  return cases.map(({program, weights, inputs}) => {
+    const machine = interpreter.load(program, arraysOf(weights));
+    const given = arraysOf(inputs);
+    // Twice, since the second run has the buffers of the first.
+    machine.run(given);
+    const results = {};
+    for (const [name, x] of Object.entries(machine.run(given))) {
+      results[name] = toBase64(interpreter.numbersOf(x));
+    }
+    return results;
+  });
+}
+
+function runModel({description, weights, requests}) {
+  const model = createModel(description, arraysOf(weights), interpreter);
+  const plain = (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value;
+  return requests.map((request) => {
+    try {
+      const answer = request.count === undefined ? model.compute(request) : model.write(request);
+      return JSON.parse(JSON.stringify(answer, plain));
+    } catch (error) {
+      return {error: error.message};
+    }
+  });
+}
+
+if (typeof require !== "undefined") {
+  const {readFileSync} = require("node:fs");
+  const [, , name, interpreterPath, modelPath] = process.argv;
+  globalThis.interpreter = require(interpreterPath);
+  globalThis.createModel = require(modelPath);
+  const question = JSON.parse(readFileSync(0, "utf8"));
+  process.stdout.write(JSON.stringify({runCases, runModel}[name](question)));
+}
