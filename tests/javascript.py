@@ -21,6 +21,7 @@ from tests.browser import CHROMIUM, browser
 NODE = shutil.which("node")
 INTERPRETER = Path(jgpt.__file__).parent / "pictures" / "page" / "interpreter.js"
 MODEL = INTERPRETER.with_name("model.js")
+UNPACKING = INTERPRETER.with_name("weights.js")
 DRIVER = Path(__file__).with_name("run_programs.js")
 
 needs_javascript = pytest.mark.skipif(
@@ -68,16 +69,21 @@ def run_model(
     return _run("runModel", question, INTERPRETER)
 
 
+def run_unpacking(packed: dict[str, Any]) -> dict[str, Any]:
+    """Unpack weights; return dtype, shape and numbers of each array."""
+    return _run("runUnpacking", packed, INTERPRETER)
+
+
 def _run(function: str, question: Any, interpreter: Path) -> Any:
     """Call a function of the driver."""
     text = json.dumps(question, allow_nan=False)
-    sources = [interpreter, MODEL, DRIVER]
+    sources = [interpreter, MODEL, UNPACKING, DRIVER]
     if NODE is None:
         with browser() as page:
             for path in sources:
-                page.run(f"(0, eval)({json.dumps(path.read_text())})")
+                page.run(path.read_text())
             return page.run(f"{function}({text})")
-    command = [NODE, DRIVER, function, interpreter, MODEL]
+    command = [NODE, DRIVER, function, interpreter, MODEL, UNPACKING]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

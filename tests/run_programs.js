@@ -1,6 +1,6 @@
 // Runs programs of jgpt/pictures/program.py: cases in, the bytes of their results out.
 //
-// node tests/run_programs.js FUNCTION INTERPRETER MODEL < question.json
+// node tests/run_programs.js FUNCTION INTERPRETER MODEL WEIGHTS < question.json
 
 function toBase64(data) {
   const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
@@ -46,11 +46,21 @@ function runModel({description, weights, requests}) {
   });
 }
 
+async function runUnpacking(packed) {
+  const arrays = {};
+  for (const [name, x] of Object.entries(await unpackWeights(packed, interpreter))) {
+    arrays[name] = [x.dtype, x.shape, Array.from(interpreter.numbersOf(x))];
+  }
+  return arrays;
+}
+
 if (typeof require !== "undefined") {
   const {readFileSync} = require("node:fs");
-  const [, , name, interpreterPath, modelPath] = process.argv;
+  const [, , name, interpreterPath, modelPath, unpackingPath] = process.argv;
   globalThis.interpreter = require(interpreterPath);
   globalThis.createModel = require(modelPath);
+  globalThis.unpackWeights = require(unpackingPath);
   const question = JSON.parse(readFileSync(0, "utf8"));
-  process.stdout.write(JSON.stringify({runCases, runModel}[name](question)));
+  Promise.resolve({runCases, runModel, runUnpacking}[name](question)).then(
+    (answer) => process.stdout.write(JSON.stringify(answer)));
 }

@@ -134,7 +134,9 @@ def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) ->
         # As a jaxpr of its own, which a public function of JAX evaluates.
         operands = list(dict.fromkeys(_variables_of(equation.invars)))
         results = [variable for variable in equation.outvars if variable in ever_read]
-        alone = core.Jaxpr([], operands, results, [equation])
+        alone = closed.jaxpr.replace(
+            constvars=[], invars=operands, outvars=results, eqns=[equation]
+        )
         function = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
         write(results, function(*[values[variable] for variable in operands]))
     return [read(variable) for variable in closed.jaxpr.outvars]

@@ -353,7 +353,8 @@ class _Flattener:
         def read(variable: Any) -> int:
             if isinstance(variable, core.Literal):
                 # a literal may be a Python number, whose dtype its type says
-                return self.constant(np.asarray(variable.val, variable.aval.dtype))
+                aval: Any = variable.aval
+                return self.constant(np.asarray(variable.val, aval.dtype))
             return values[variable]
 
         for variable, value in zip(jaxpr.constvars, constants, strict=True):

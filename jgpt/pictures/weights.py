@@ -31,16 +31,18 @@ class PackedWeights:
         return {"table": self.table, "data": self.data, "precision": self.precision}
 
 
-def pack_weights(weights: Mapping[str, Any]) -> PackedWeights:
+def pack_weights(
+    weights: Mapping[str, Any], most_full_bytes: int = MOST_FULL_BYTES
+) -> PackedWeights:
     """Pack arrays by name; equal arrays are stored once.
 
-    Floats have 32 bits if all weights together are at most `MOST_FULL_BYTES`, else 16. Those of a
+    Floats have 32 bits if all weights together are at most `most_full_bytes`, else 16. Those of a
     model with int8 weights keep their int8.
     """
     arrays = {name: np.asarray(array) for name, array in weights.items()}
     total = sum(4 * array.size for array in arrays.values() if _is_float(array))
     total += sum(array.nbytes for array in arrays.values() if not _is_float(array))
-    is_full = total <= MOST_FULL_BYTES
+    is_full = total <= most_full_bytes
     table = []
     parts: list[bytes] = []
     place_of: dict[tuple[str, bytes], int] = {}
@@ -86,9 +88,7 @@ def _in_16_bits(array: np.ndarray) -> np.ndarray:
     float16 can't hold its largest number."""
     if array.dtype == jnp.bfloat16:
         return array
-    largest = float(
-        np.abs(array, where=np.isfinite(array), out=np.zeros_like(array)).max(initial=0)
-    )
-    if largest > np.finfo(np.float16).max:
+    largest = float(np.abs(array[np.isfinite(array)]).max(initial=0))
+    if largest > float(np.finfo(np.float16).max):
         return array.astype(jnp.bfloat16)
     return array.astype(np.float16)

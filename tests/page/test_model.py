@@ -4,12 +4,15 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgpt.generation.decoding import generate
 from jgpt.pictures.model import page_model
 from jgpt.pictures.numbers import Changes, Look
-from tests.javascript import needs_javascript, run_model
+from jgpt.pictures.weights import pack_weights
+from tests.javascript import needs_javascript, run_model, run_unpacking
 from tests.page.test_program import TOKENIZER, TOKENS, look_of
 from tests.quick import only
 from tests.runs.test_look import unpacked
@@ -81,7 +84,7 @@ def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 )
 def test_the_record_is_that_of_python(name):
     look = look_of(name)
-    tokens = list(TOKENS)
+    tokens: list[int] = list(TOKENS)
     requests = [{"tokens": tokens, "prompt": 3}]
     changes = [Changes()]
     if look.anatomy.blocks:
@@ -128,6 +131,53 @@ def test_a_request_that_can_t_be_computed_says_why():
         "a gradient needs a second token: the loss is its",
         None,
     ]
+
+
+@needs_javascript
+@pytest.mark.parametrize("name", only(["default preset"], ["default preset", "gpt2", "one's own"]))
+def test_a_text_is_written_on_with_the_tokens_of_generate(name):
+    look = look_of(name)
+    prompt = list(TOKENS[:4])
+    room = look.model.block_size - len(prompt)
+
+    requests = [
+        {"tokens": prompt, "count": 99, "temperature": 0.8, "seed": seed} for seed in (5, 6)
+    ]
+    requests.append({"tokens": prompt, "count": 3, "temperature": 0, "seed": 5})
+    found = records_of(name, *requests)
+
+    def generated(seed, count, temperature):
+        key = jax.random.key(seed)
+        batch = jnp.asarray(prompt)[None]
+        tokens = generate(look.model, batch, count, key=key, temperature=temperature)
+        return np.asarray(tokens)[0, len(prompt) :].tolist()
+
+    assert found == [generated(5, room, 0.8), generated(6, room, 0.8), generated(5, 3, 0.0)]
+    assert found[0] != found[1]
+
+
+@needs_javascript
+def test_packed_weights_are_unpacked_in_javascript():
+    weights = {
+        "0/a": np.linspace(-2, 3, 7, dtype=np.float32),
+        "0/b": np.arange(-3, 3, dtype=np.int8).reshape(2, 3),
+        "0/same": np.linspace(-2, 3, 7, dtype=np.float32),
+        "0/wide": np.array([1e30, -1.0], np.float32),
+    }
+    full = pack_weights(weights)
+    small = pack_weights(weights, most_full_bytes=10)
+
+    for packed, relative in ((full, 0.0), (small, 4e-3)):
+        unpacked_weights = run_unpacking(packed.as_data())
+        assert unpacked_weights.keys() == weights.keys()
+        for name, (dtype, shape, numbers) in unpacked_weights.items():
+            assert dtype == weights[name].dtype.name
+            assert tuple(shape) == weights[name].shape
+            expected = weights[name].ravel()
+            np.testing.assert_allclose(numbers, expected, rtol=relative, atol=relative / 10)
+    assert [row["start"] for row in full.table] == [0, 28, 0, 36]  # equal arrays are stored once
+    assert [row["stored"] for row in small.table] == ["float16", "int8", "float16", "bfloat16"]
+    assert full.precision == "int8"
 
 
 @needs_javascript

@@ -62,7 +62,7 @@ def unary_cases() -> list[Case]:
         "asinh": 8,
         "atan": 4,
         "atanh": 8,
-        "cbrt": 4,
+        "cbrt": 16,  # XLA is 13 away, and JavaScript rounds correctly
         "cos": 4,
         "cosh": 8,
         "erf": 8,
@@ -84,7 +84,11 @@ def unary_cases() -> list[Case]:
     cases = []
     for name in (*ulps, *exact):
         function = getattr(lax, name)
-        for x in (3 * floats(3, 5), floats(7), floats(0, 2), floats(1, 1), floats(4, 3).T, EDGES):
+        # JAX takes 30 ms to compile a case, so that not all have all shapes.
+        shapes = [np.concatenate([EDGES, 3 * floats(9)])]
+        if name in ("exp", "neg", "erf"):
+            shapes += [floats(0, 2), floats(1, 1), floats(4, 3).T, floats(2, 3, 5)]
+        for x in shapes:
             cases.append(Case(name, function, (x,), ulps.get(name, 0)))
     for x in (INTEGERS, WORDS.astype(np.int32), integers(2, 3, dtype=np.int8)):
         for name in ("abs", "neg", "sign", "not", "square"):
@@ -142,7 +146,8 @@ def binary_cases() -> list[Case]:
     for name, function in (compared | arithmetic).items():
         for values in (EDGES, INTEGERS, WORDS, bytes_):
             cases.append(Case(name, function, pairs(values)))
-        cases.append(Case(name, function, (floats(3, 4), floats(3, 4))))
+        if name not in ("add", "sub", "lt", "max"):
+            continue
         cases.append(Case(name, function, (floats(4, 3).T, floats(3, 4))))
         cases.append(Case(name, function, (floats(3, 1, 4), floats(3, 2, 4))))
         cases.append(Case(name, function, (floats(0, 4), floats(0, 4))))
@@ -481,13 +486,42 @@ def test_a_primitive_computes_what_jax_computes(primitive, calls, computed, expe
     for number in tested:
         case = CASES[number]
         used = {name for name, _, _, _ in calls[number].program.operations}
-        if case.arguments and case.arguments[0].size > 0:
+        if case.arguments and np.size(case.arguments[0]) > 0:
             assert primitive in used, f"case {number} has no {primitive}, only {used}"
         for found, wanted in zip(computed[number], expected[number], strict=True):
             difference = differences(found, wanted, case)
             if difference:
                 wrong.append(f"case {number}: {difference}")
     assert not wrong, "\n".join(wrong)
+
+
+MISTAKES = {
+    "argmax": ("if (x > a[i - (k - best) * s])", "if (x >= a[i - (k - best) * s])"),
+    "dot_general": ("c33 += a3 * b3", "c33 += a3 * b2"),
+    "gather": ('mode === "clip" ? start', "true ? start"),
+    "mul": ("always(binary(Math.imul));", "always(binary((a, b) => a * b));"),
+    "rem": ("b === 0 ? a : a % b", "a % b"),
+    "transpose": ("order.map((axis) => x.strides[axis]))", "x.strides)"),
+}
+
+
+@needs_javascript
+@pytest.mark.parametrize("primitive", MISTAKES)
+def test_a_mistake_in_the_interpreter_is_noticed(primitive, calls, expected, tmp_path):
+    right, wrong = MISTAKES[primitive]
+    source = INTERPRETER.read_text()
+    assert right in source
+    path = tmp_path / "interpreter.js"
+    path.write_text(source.replace(right, wrong))
+    tested = [number for number, case in enumerate(CASES) if case.primitive == primitive]
+
+    results = run_programs([calls[number] for number in tested], path)
+
+    found = []
+    for number, result in zip(tested, results, strict=True):
+        for values, wanted in zip(result.values(), expected[number], strict=True):
+            found.append(differences(values, wanted, CASES[number]))
+    assert any(found)
 
 
 def test_the_tables_of_python_and_javascript_are_equal():

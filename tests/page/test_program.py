@@ -19,7 +19,7 @@ from tests.quick import only
 from tests.runs.test_plots import CONFIGS
 
 TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
-TOKENS = (3, 1, 4, 1, 5, 9, 2, 6)
+TOKENS: tuple[int, ...] = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 def names_of(program: Any) -> list[str]:
@@ -84,13 +84,13 @@ def test_equal_constants_are_stored_once():
 
 
 def transformed(x):
-    return jnp.fft.fft(x).real
+    return jax.scipy.special.gammaln(x)
 
 
 def test_a_primitive_that_the_page_lacks_is_refused_with_the_line_that_uses_it():
     line = transformed.__code__.co_firstlineno + 1
 
-    with pytest.raises(ValueError, match=r"^the page can't compute fft") as error:
+    with pytest.raises(ValueError, match=r"^the page can't compute lgamma") as error:
         make_program(lambda x: transformed(x) + 1, np.ones(4, np.float32))
 
     message = str(error.value)
@@ -222,9 +222,11 @@ def test_the_program_of_a_page_computes_what_jax_computes(name):
 
 
 @needs_javascript
-@pytest.mark.parametrize("name", only(QUICK[:1], ["default preset", "qwen3", "gpt2", "one's own"]))
+@pytest.mark.parametrize(
+    "name", only(["one's own"], ["default preset", "qwen3", "gpt2", "one's own"])
+)
 def test_the_gradient_for_every_array_is_that_of_the_loss(name):
-    """A step along the gradient of an array changes the loss by the square of its norm."""
+    """The gradient for the logits is the loss's, and that for a stream is a patch's."""
     look = look_of(name)
     inputs = look.neutral_inputs(look.model.block_size)
     inputs["tokens"][0, : len(TOKENS)] = TOKENS
@@ -249,12 +251,15 @@ def test_the_gradient_for_every_array_is_that_of_the_loss(name):
         # The stream after each block, whose gradient is that of a patch.
         def patched(streams):
             changed = inputs | {"replaced": np.ones_like(inputs["replaced"]), "streams": streams}
-            return loss(look.forward(look.weights, changed)["arrays"][-1])
+            return loss(forward(look.weights, changed)["arrays"][-1])
 
-        streams = look.forward(look.weights, inputs)["streams"]
-        of_streams = jax.grad(patched)(streams)[-1]
+        forward = jax.jit(look.forward)
+        streams = forward(look.weights, inputs)["streams"]
+        of_streams = jax.jit(jax.grad(patched))(streams)[-1]
         places = [row.text["path"] for row in look.rows(look.model.block_size)]
         last = max(i for i, path in enumerate(places) if path == look.anatomy.blocks[-1])
         stream_gradient = found[f"arrays/{last}"]
-        np.testing.assert_allclose(stream_gradient[0], of_streams, rtol=0, atol=1e-5)
-        assert abs(stream_gradient).max() > 1e-3
+        largest = float(abs(of_streams).max())
+        tolerance = 1e-4 * largest
+        np.testing.assert_allclose(stream_gradient[0], of_streams, rtol=0, atol=tolerance)
+        assert largest > 1e-4
