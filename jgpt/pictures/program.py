@@ -41,7 +41,7 @@ class Program:
     """The dtype and shape of each value, by its number."""
     inputs: dict[str, int]
     """The values that a caller gives, by the path of each array in the arguments."""
-    constants: dict[int, np.ndarray]
+    constants: dict[int, Any]
     operations: list[tuple[str, list[int], list[int], Parameters]]
     """A primitive, the values it reads, the values it makes, and its parameters."""
     outputs: dict[str, int]
@@ -328,7 +328,7 @@ class _Flattener:
 
     types: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     operations: list[tuple[str, list[int], list[int], Parameters]] = field(default_factory=list)
-    constants: dict[int, np.ndarray] = field(default_factory=dict)
+    constants: dict[int, Any] = field(default_factory=dict)
     known: dict[Any, list[int]] = field(default_factory=dict)
     """The values that an operation on the same values has made: they are computed once."""
 
@@ -590,14 +590,14 @@ def _shape_of(aval: Any) -> tuple[int, ...]:
     return shape
 
 
-def _key_data(value: Any) -> np.ndarray:
+def _key_data(value: Any) -> Any:
     """Return a constant as an array of NumPy; that of a key are its words."""
     if hasattr(value, "dtype") and _is_key(value.dtype):
         return np.asarray(jax.random.key_data(value))
     return np.asarray(value)
 
 
-def encoded(array: np.ndarray) -> str:
+def encoded(array: Any) -> str:
     """Return the bytes of an array, little-endian and row by row, in base64."""
     little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return base64.b64encode(np.ascontiguousarray(little_endian).tobytes()).decode()

@@ -79,11 +79,11 @@ def pack_weights(
     return PackedWeights(table, base64.b64encode(compressed).decode(), precision)
 
 
-def _is_float(array: np.ndarray) -> bool:
+def _is_float(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _in_16_bits(array: np.ndarray) -> np.ndarray:
+def _in_16_bits(array: Any) -> Any:
     """Return an array in float16, which has three more digits than bfloat16; or in bfloat16, if
     float16 can't hold its largest number."""
     if array.dtype == jnp.bfloat16:
