@@ -1,0 +1,62 @@
+"""The page's worker in a real browser: a model goes in, and records and tokens come out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgpt.generation.decoding import generate
+from jgpt.pictures.model import page_model
+from jgpt.pictures.weights import pack_weights
+from tests.browser import CHROMIUM, browser
+from tests.javascript import INTERPRETER
+from tests.page.test_model import assert_same_record, weights_of
+from tests.page.test_program import TOKENS, look_of
+
+ASK = """
+new Promise((done) => {
+  const worker = new Worker(URL.createObjectURL(new Blob([SOURCE])));
+  const answers = [];
+  worker.onerror = (error) => done([{error: error.message}]);
+  worker.onmessage = ({data}) => {
+    answers.push(data);
+    if (data.id !== QUESTIONS.length - 1 || data.token !== undefined) return;
+    const plain = (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value;
+    done(JSON.parse(JSON.stringify(answers, plain)));
+  };
+  QUESTIONS.forEach((question, id) => worker.postMessage({id, ...question}));
+})
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_worker_computes_records_and_writes_on(tmp_path):
+    look = look_of("one's own")
+    weights = pack_weights(weights_of(look)).as_data()
+    tokens = list(TOKENS[:4])
+    questions = [
+        {"load": {"description": page_model(look), "weights": weights}},
+        {"compute": {"tokens": tokens, "prompt": 2}},
+        {"compute": {"tokens": []}},
+        {"write": {"tokens": tokens, "count": 3, "temperature": 0.9, "seed": 7}},
+    ]
+    names = ("interpreter.js", "model.js", "weights.js", "worker.js")
+    source = "\n".join(INTERPRETER.with_name(name).read_text() for name in names)
+    script = ASK.replace("SOURCE", json.dumps(source)).replace("QUESTIONS", json.dumps(questions))
+    path = tmp_path / "empty.html"
+    path.write_text("<!doctype html><title>worker</title>")
+
+    with browser() as page:
+        page.open(path)
+        answers = page.run(script)
+
+    assert answers[0] == {"id": 0, "done": True}
+    assert_same_record(answers[1]["done"], look(tokens, 2))
+    assert answers[2] == {"id": 2, "error": "the prompt is empty: give at least one character"}
+    batch = jnp.asarray(tokens)[None]
+    found = generate(look.model, batch, 3, key=jax.random.key(7), temperature=0.9)
+    expected = np.asarray(found)[0, 4:].tolist()
+    assert answers[3:6] == [{"id": 3, "token": token} for token in expected]
+    assert answers[6:] == [{"id": 3, "done": expected}]
