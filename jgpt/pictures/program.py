@@ -29,6 +29,8 @@ DTYPES = (
     "bool",
 )
 """The dtypes of the interpreter."""
+MOST_PLACES = 2**20
+"""The limit of numbers that `top_k` chooses from: the interpreter's `MOST_PLACES`."""
 MOST_OPERATIONS = 50_000
 """The limit of operations in a program, which an unrolled scan can reach."""
 
@@ -388,6 +390,10 @@ class _Flattener:
             if _is_of_library(inner.jaxpr):
                 inner_line = line
             return self.run(inner.jaxpr, inner.consts, operands, inner_line)
+        if name == "top_k":
+            _, shape = self.types[operands[0]]
+            if shape[-1] > MOST_PLACES:
+                raise _Unsupported(f"{shape[-1]} numbers, more than {MOST_PLACES}")
         if name == "bitcast_convert_type":
             dtype, _ = self.types[operands[0]]
             for bits_of in (dtype, _dtype_name(parameters["new_dtype"])):

@@ -567,54 +567,51 @@ function sort(operands, {dimension}, types) {
   return outs;
 }
 
-// The k largest of each row, and their places; of equal ones the first.
+// Where a float32 stands among all of them, from the largest: NaN, infinity, ..., 0, -0, ...
+function rankOfFloat(x) {
+  if (Number.isNaN(x)) return 0;  // whatever its sign
+  oneFloat[0] = x;
+  const bits = itsBits[0];
+  return bits < 2 ** 31 ? 2 ** 31 - 1 - bits : bits;
+}
+const rankOfInteger = (x) => 2 ** 32 - x;
+
+// The k largest of each row, and their places; of equal ones the first. Rank and place are one number
+// below 2**53, so that the largest come first in the order of numbers.
+const MOST_PLACES = 2 ** 20;
 function topK([x], {k}, types) {
   const [values, places] = types.map((type) => make(type.dtype, type.shape));
   const axis = x.shape.length - 1;
   const count = x.shape[axis];
-  if (k === 0) return [values, places];
-  const heap = new Int32Array(k);
-  eachRow([x], axis, ([start], rowNumber) => {
-    const row = x.data;
-    const step = x.strides[axis];
-    const comesFirst = (i, j) => {
-      const a = row[start + i * step];
-      const b = row[start + j * step];
-      if (a > b) return true;
-      if (a < b) return false;
-      if (a === b) return Object.is(a, b) || a !== 0 ? i < j : Object.is(b, -0);
-      const isNaNa = Number.isNaN(a);
-      return isNaNa === Number.isNaN(b) ? i < j : isNaNa;
-    };
-    // A heap of the best k so far, with the last of them on top.
-    const sink = (place, size) => {
-      const moved = heap[place];
-      for (;;) {
-        let child = 2 * place + 1;
-        if (child >= size) break;
-        if (child + 1 < size && comesFirst(heap[child], heap[child + 1])) child++;
-        if (!comesFirst(moved, heap[child])) break;
-        heap[place] = heap[child];
-        place = child;
-      }
-      heap[place] = moved;
-    };
-    for (let i = 0; i < k; i++) heap[i] = i;
-    for (let i = k >> 1; i >= 0; i--) sink(i, k);
-    for (let i = k; i < count; i++) {
-      if (!comesFirst(i, heap[0])) continue;
-      heap[0] = i;
-      sink(0, k);
-    }
-    const first = rowNumber * k;
-    for (let size = k; size > 0; size--) {
-      values.data[first + size - 1] = row[start + heap[0] * step];
-      places.data[first + size - 1] = heap[0];
-      heap[0] = heap[size - 1];
-      if (size > 1) sink(0, size - 1);
+  const rankOf = isFloat(x.dtype) ? rankOfFloat : rankOfInteger;
+  const step = x.strides[axis];
+  const keys = new Float64Array(count);
+  eachRow([x], axis, ([start], row) => {
+    for (let i = 0; i < count; i++) keys[i] = rankOf(x.data[start + i * step]) * MOST_PLACES + i;
+    const best = 4 * k < count ? smallestOf(keys, k) : keys.sort();
+    for (let i = 0; i < k; i++) {
+      const place = best[i] % MOST_PLACES;
+      values.data[row * k + i] = x.data[start + place * step];
+      places.data[row * k + i] = place;
     }
   });
   return [values, places];
+}
+
+// The k smallest of many keys, in order: a part of some is sorted whenever it is full.
+function smallestOf(keys, k) {
+  const part = new Float64Array(4 * k);
+  let size = 0;
+  let limit = Infinity;
+  for (let i = 0; i < keys.length; i++) {
+    if (keys[i] >= limit) continue;
+    part[size++] = keys[i];
+    if (size < part.length) continue;
+    part.sort();
+    size = k;
+    limit = part[k - 1];
+  }
+  return part.subarray(0, size).sort();
 }
 
 // --- products of matrices ------------------------------------------------------------------------
