@@ -257,7 +257,8 @@ class DataConfig(Fields):
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, files and folders of text, JSON lines, CSV or Parquet, or
-    tokens: a .npy or .bin file, or a folder that `jgpt prepare` or nanoGPT's prepare.py wrote."""
+    tokens: a .npy or .bin file, or a folder that `jgpt prepare` or nanoGPT's prepare.py wrote. With
+    weights, as in a.txt=0.7 b.txt=0.3, each window is drawn from one of them."""
     universal_newlines: bool = True
     """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
     tokenizer: TokenizerName = "char"
@@ -278,6 +279,9 @@ class DataConfig(Fields):
     above 65,536. A .npy file says its own."""
     numbers_vocab_size: Annotated[int, POSITIVE, at_most(2**24)] | None = None
     """The vocabulary size of numbers; by default one more than the largest number."""
+    make: object = None
+    """A tokenizer of the user's own, instead of `tokenizer`: an object with encode, decode and
+    vocab_size, or what makes one without arguments. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
@@ -361,6 +365,9 @@ class TrainConfig(Fields):
     objective: Make = None
     """What makes the objective that training minimises, called as make(config): the user's own
     function, instead of the cross-entropy. A run records its name and SHA-256."""
+    batches: Make = None
+    """The user's own function of (dataset, seed, step) that makes each batch, instead of random
+    windows. A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         validate(self)

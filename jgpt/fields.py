@@ -183,6 +183,11 @@ class Code(Fields):
         """Make the record of a function or class; a record is returned unchanged."""
         if isinstance(make, Code):
             return make
+        record = getattr(make, "code", None)
+        if isinstance(record, Code):  # a tokenizer that was wrapped already
+            return record
+        if not callable(make):  # an object, such as a tokenizer, has the file of its class
+            make = type(make)
         name = getattr(make, "__qualname__", type(make).__qualname__)
         try:
             path = Path(inspect.getfile(make))
@@ -261,7 +266,7 @@ Make = Callable | Code | None
 
 def code_fields(kind: type) -> list[str]:
     """Return the names of a config's fields that hold custom code."""
-    return [name for name, (hint, _) in _hints(kind).items() if hint == Make]
+    return [name for name, (hint, _) in _hints(kind).items() if hint in (Make, object)]
 
 
 def values_without_code(config: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Custom models, optimizers and objectives: loading them from a file, and comparing them with those
-of a run."""
+"""Custom models, optimizers, objectives, tokenizers and batches: loading them from a file, and
+comparing them with those of a run."""
 
 import dataclasses
 import hashlib
@@ -25,8 +25,8 @@ class CustomCodeError(ValueError):
 _loaded: list[Path] = []  # the files that `load_code` has run
 
 
-def load_code(named: str) -> Callable[..., Any]:
-    """Run the file in FILE.py:NAME and return its function or class NAME.
+def load_code(named: str) -> Any:
+    """Run the file in FILE.py:NAME and return its function or class NAME, or its tokenizer.
 
     The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
     there is no such name, and OSError if it can't be read.
@@ -42,7 +42,7 @@ def load_code(named: str) -> Callable[..., Any]:
         _load(path, unique)
     module = sys.modules[unique]
     found = getattr(module, name, None)
-    if not callable(found):
+    if not callable(found) and not hasattr(found, "encode"):
         callables = [known for known, value in vars(module).items() if callable(value)]
         suggestion = did_you_mean(name, callables)
         raise ValueError(f"{file} has no function or class {name!r}{suggestion}")
@@ -146,8 +146,11 @@ def with_code(
     model: Make | str = None,
     optimizer: Make | str = None,
     objective: Make | str = None,
+    *,
+    tokenizer: Any = None,
+    batches: Make | str = None,
 ) -> TrainConfig:
-    """Put a custom model, optimizer and objective into a config, as objects or as FILE.py:NAME.
+    """Put custom code into a config, as objects or as FILE.py:NAME.
 
     `config.model` is converted to the class in the annotation of `make(config, rngs=)`.
     """
@@ -177,20 +180,38 @@ def with_code(
         make = _loaded_code(objective)
         _require_call(make, "the objective is made by a function of (config)", config)
         config = dataclasses.replace(config, objective=make)
+    if tokenizer is not None and not isinstance(tokenizer, Code):
+        make = _loaded_code(tokenizer)
+        config = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, make=make))
+    if batches is not None and not isinstance(batches, Code):
+        make = _loaded_code(batches)
+        _require_batches(make)
+        config = dataclasses.replace(config, batches=make)
     return config
 
 
-def custom_code(config: TrainConfig) -> dict[str, Make]:
+def _require_batches(make: Callable[..., Any]) -> None:
+    """Raise ValueError for a function that makes no batches, by its parameters."""
+    rule = "batches is a function of (dataset, seed, step), which may take config, too"
+    options = {}
+    if "config" in inspect.signature(make).parameters:
+        options["config"] = None
+    _require_call(make, rule, None, 0, 0, **options)
+
+
+def custom_code(config: TrainConfig) -> dict[str, Any]:
     """Return the custom code of a config by its name as an argument; None where it has none."""
     return {
         "model": config.model.make,
         "optimizer": config.optimizer.make,
         "objective": config.objective,
+        "tokenizer": config.dataset.make,
+        "batches": config.batches,
     }
 
 
-def _loaded_code(code: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return a function or class, loaded if it is FILE.py:NAME."""
+def _loaded_code(code: Any) -> Any:
+    """Return a function, class or object, loaded if it is FILE.py:NAME."""
     if isinstance(code, str):
         return load_code(code)
     return code

@@ -1,6 +1,7 @@
 """Arguments that several commands have, and what is checked of them before anything is computed."""
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,12 @@ ModelOption = Annotated[
         "FILE:NAME", "The custom model that the run was trained with, such as my_gpt.py:GPT."
     ),
 ]
+TokenizerOption = Annotated[
+    str | None,
+    OptionSpec(
+        "FILE:NAME", "The custom tokenizer that the run was trained with, such as my.py:Chess."
+    ),
+]
 MeshOption = Annotated[
     str | None, OptionSpec("MESH", "A mesh of devices, such as data=2,fsdp=2,tensor=2.")
 ]
@@ -64,9 +71,19 @@ def shell_command(*words: object) -> str:
 
 
 def code_options(config: TrainConfig) -> list[str]:
-    """The options for a custom model, optimizer and objective."""
+    """The options for all custom code of a config."""
+    return _code_options(config, custom_code(config))
+
+
+def options_to_load(config: TrainConfig) -> list[str]:
+    """The options for the custom code without which a run can't be sampled and evaluated."""
+    return _code_options(config, ("model", "tokenizer"))
+
+
+def _code_options(config: TrainConfig, parts: Iterable[str]) -> list[str]:
     words = []
-    for part, make in custom_code(config).items():
+    for part in parts:
+        make = custom_code(config)[part]
         if make is not None:
             words.extend([f"--{part}", Code.of(make).named])
     return words

@@ -60,12 +60,15 @@ class LiveProgress(ConsoleProgress):
         super().started(config, dataset, state, out)
         first_tokens = dataset.validation[: min(PROMPT_TOKENS, config.model.block_size)]
         prompt = dataset.tokenizer.decode(first_tokens)
-        model = None
-        if config.model.make is not None:
-            model = Code.of(config.model.make).named
+        codes = []
+        for make in (config.model.make, config.dataset.make):
+            named = None
+            if make is not None:
+                named = Code.of(make).named
+            codes.append(named)
         assert self._page.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a process that has ended says why
-            print(json.dumps([str(out), prompt, model]), file=self._page.stdin, flush=True)
+            print(json.dumps([str(out), prompt, *codes]), file=self._page.stdin, flush=True)
         # in a thread, for the address comes when the page has imported JAX, and training goes on
         threading.Thread(target=self._announce, args=(self._page,), daemon=True).start()
 

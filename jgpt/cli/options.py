@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TokenizerName, TrainConfig
 from jgpt.fields import code_fields
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.refusal import Field, Message, Placeholder
@@ -88,6 +88,9 @@ class RunOptions:
     """A custom model: a class or function in a Python file. The file is executed."""
     objective: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom objective: a function in a Python file. The file is executed."""
+    batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
+    """Custom batches: a function of (dataset, seed, step) in a Python file. The file is
+    executed."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
     live: bool = False
@@ -184,7 +187,8 @@ class _Parser(argparse.ArgumentParser):
         if get_origin(kind) is tuple:
             kind_of_item = get_args(kind)[0]
         read, metavar = _reader(kind_of_item)
-        if name == "optimizer":  # the name of a built-in one, or a user's own code
+        if name == "optimizer" or (name == "tokenizer" and kind is TokenizerName):
+            # the name of a built-in one, or a user's own code
             read = _or_code(read)
             metavar = f"{metavar}|FILE:NAME"
         return {"type": read, "metavar": shown.metavar or METAVARS.get(name, metavar)}
@@ -337,12 +341,14 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     values = _parser(command, name, model=model, optimizer=optimizer).parse(args)
     options = _replace_given(RunOptions(), values)
     processes = _replace_given(ProcessOptions(), values)
-    optimizer_code = None
-    if ".py:" in values.get("optimizer", ""):
-        optimizer_code = values.pop("optimizer")
-    # a config's field of this name holds the loaded code
-    objective = values.pop("objective", None)
-    config = with_code(_base_config(values, options), model, optimizer_code, objective)
+    # a config's fields of these names hold the loaded code
+    codes = {}
+    for part in ("objective", "batches"):
+        codes[part] = values.pop(part, None)
+    for part in ("optimizer", "tokenizer"):
+        if ".py:" in values.get(part, ""):
+            codes[part] = values.pop(part)
+    config = with_code(_base_config(values, options), model, **codes)
     # apart from `values`, in which `model` and `optimizer` are the options of those names
     parts = {part: _replace_given(getattr(config, part), values) for part in GROUPS}
     return {

@@ -18,10 +18,16 @@ from jgpt.words import did_you_mean
 
 @contextlib.contextmanager
 def loaded_run(
-    run: str, which: Any, mesh: str | None = None, model: str | None = None, weights: str = "saved"
+    run: str,
+    which: Any,
+    mesh: str | None = None,
+    model: str | None = None,
+    weights: str = "saved",
+    tokenizer: str | None = None,
 ) -> Iterator[tuple[Any, Any, Any]]:
     """A run's model, tokenizer and config, with its mesh set inside the block."""
-    with failing_source_shown(run, model), _loaded(run, which, mesh, model, weights) as loaded:
+    code = {"model": model, "tokenizer": tokenizer}
+    with failing_source_shown(run, model), _loaded(run, which, mesh, weights, code) as loaded:
         yield loaded
 
 
@@ -40,7 +46,7 @@ def failing_source_shown(run: str, model: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loaded(
-    run: str, which: Any, mesh: str | None, model: str | None, weights: str
+    run: str, which: Any, mesh: str | None, weights: str, code: dict[str, str | None]
 ) -> Iterator[tuple[Any, Any, Any]]:
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
@@ -49,7 +55,7 @@ def _loaded(
 
         status.update("loading the model")
         with use_mesh(mesh):
-            loaded, tokenizer, config = load(run, which=which, model=model)
+            loaded, tokenizer, config = load(run, which=which, **code)
     # outside of the import, in which Ctrl-C ends the process at once
     with use_mesh(mesh):
         if weights == "int8":

@@ -1,12 +1,13 @@
 """Batches as a function of (seed, step), from tokens on the device or in a memory-mapped file."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import shard_by_name, shardings, spec_of
@@ -15,6 +16,17 @@ from jgpt.shapes.contract import typed
 Tokens = Integer[Array, " tokens"] | Integer[np.ndarray, " tokens"]
 RESIDENT_BYTES = 1 << 30
 """The largest size in bytes of a split that is moved to the device."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A text in a mixture."""
+
+    source: str
+    tokens: int
+    """The number of its training tokens, which follow those of the text before."""
+    weight: float
+    """The weight with which a window is drawn from this text."""
 
 
 @typed
@@ -39,15 +51,21 @@ def batches(
     batch_size: int,
     block_size: int,
     count: int | None = None,
+    *,
+    shares: tuple[Share, ...] = (),
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """Return the windows of steps `first_step` to `first_step + steps`, a pure function of (seed,
     step).
 
     A window has `block_size` inputs and one more token, the last target. From memory-mapped tokens,
     a process reads only the windows of its own devices. With `count`, it reads only those of the
-    first `count` steps, and the other windows are zeros.
+    first `count` steps, and the other windows are zeros. With `shares`, the tokens are those of
+    several texts, and each window is from one of them, drawn by their weights.
     """
-    starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
+    if shares:
+        starts = mixed_starts(seed, first_step, steps, shares, batch_size, block_size)
+    else:
+        starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
@@ -117,6 +135,60 @@ def _window_starts(
     def starts_of_step(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.randint(key, (batch_size,), 0, positions, jnp.uint32)
+
+    return jax.vmap(starts_of_step)(first_step + jnp.arange(steps))
+
+
+@typed
+def mixed_starts(
+    seed: int,
+    first_step: int,
+    steps: int,
+    shares: tuple[Share, ...],
+    batch_size: int,
+    block_size: int,
+) -> Integer[Array, "{steps} {batch_size}"]:
+    """Return the offsets of random windows in texts that follow each other, drawn by weights.
+
+    No window reaches into the next text. Raises ValueError like `window_starts`.
+    """
+    lengths = np.array([share.tokens for share in shares])
+    weights = np.array([share.weight for share in shares])
+    positions = lengths - block_size
+    if positions.min() <= 0 or lengths.sum() >= 1 << 32:
+        raise ValueError(
+            f"texts of {', '.join(map(str, lengths))} tokens are too short or too long for windows "
+            f"of {block_size + 1}: each needs one window, and all fewer than 2**32 tokens"
+        )
+    firsts = np.cumsum(lengths) - lengths
+    return _mixed_starts(
+        np.uint32(seed),
+        first_step,
+        firsts.astype(np.uint32),
+        positions.astype(np.uint32),
+        (weights / weights.sum()).astype(np.float32),
+        steps,
+        batch_size,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+@typed
+def _mixed_starts(
+    seed: Integer[Array, ""],
+    first_step: Integer[Array, ""],
+    firsts: Integer[Array, " texts"],
+    positions: Integer[Array, " texts"],
+    weights: Float[Array, " texts"],
+    steps: int,
+    batch_size: int,
+) -> Integer[Array, "{steps} {batch_size}"]:
+    def starts_of_step(step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        text_key, start_key = jax.random.split(key)
+        text = jax.random.choice(text_key, len(weights), (batch_size,), p=weights)
+        start = jax.random.randint(start_key, (batch_size,), 0, positions[text], jnp.uint32)
+        return firsts[text] + start
 
     return jax.vmap(starts_of_step)(first_step + jnp.arange(steps))
 

@@ -5,12 +5,13 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shlex
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -20,6 +21,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig, TokenDtype
 from jgpt.data import tokenizers
+from jgpt.data.batches import Share
 from jgpt.data.corpus import (
     Warn,
     corpus_versions,
@@ -30,6 +32,7 @@ from jgpt.data.corpus import (
 from jgpt.data.tokenizers import (
     END_OF_TEXT,
     MAX_NUMBERS,
+    CustomTokenizer,
     NumberTokenizer,
     Tokenizer,
     encode_each,
@@ -39,6 +42,7 @@ from jgpt.data.tokenizers import (
     token_dtype,
 )
 from jgpt.durable import new_directory, own_file, read_file, write_file
+from jgpt.fields import as_dict
 from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
 from jgpt.words import counted
@@ -105,6 +109,8 @@ class Dataset:
     """The test split, empty by default."""
     tokenizer: Tokenizer
     text: KnownText
+    shares: tuple[Share, ...] = ()
+    """The texts of a mixture, in the order of their training tokens; empty for a single text."""
 
     @classmethod
     def from_tokens(
@@ -115,7 +121,7 @@ class Dataset:
         test: Any = None,
         validation_fraction: float = 0.1,
         test_fraction: float = 0.0,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
         vocab_size: int | None = None,
     ) -> "Dataset":
         """Make a dataset of tokens that have no text, or that a `tokenizer` made.
@@ -135,8 +141,10 @@ class Dataset:
             splits.append(_whole_numbers("test", () if test is None else test))
         if tokenizer is None:
             tokenizer = _number_tokenizer("the dataset", splits, vocab_size)
+        elif not isinstance(tokenizer, Tokenizer):
+            tokenizer = CustomTokenizer.of(tokenizer)
         for split in splits:
-            _require_in_vocabulary("the dataset", split, tokenizer)
+            _require_in_vocabulary("the dataset", split, tokenizer, "give a larger vocab_size")
         splits = [_narrow(split, tokenizer) for split in splits]
         if validation is None:
             config = DataConfig(
@@ -167,6 +175,11 @@ def load_dataset(
     text is read, 1 at the end. It may raise an exception to stop. Raises ValueError or OSError for
     text that can't be read or encoded, is too short, or differs from the `known` text.
     """
+    weights = _weights_of(config.data)
+    if weights is not None:
+        dataset = _load_mixture(config, weights, block_size, tokenizer, warn, progress)
+        require_usable(dataset, config, block_size, known)
+        return dataset
     tokens = _load(config, tokenizer, known, warn, progress)
     text = KnownText(_digest_of(tokens), tokens.text_digest, corpus_versions(config.data))
     train, validation, test = _split(config, tokens)
@@ -219,6 +232,10 @@ def _load(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> "_Tokens":
+    if isinstance(tokenizer, CustomTokenizer):
+        tokenizer = tokenizer.with_code(config.make)
+    elif tokenizer is None and config.make is not None:
+        tokenizer = CustomTokenizer.of(config.make)
     if GIVEN in config.data:
         raise ValueError(
             Message(
@@ -240,6 +257,73 @@ def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
         if _has_tokens(Path(source), is_known_text):
             return Path(source)
     return None
+
+
+_WEIGHTED = re.compile(r"(.+)=([0-9]*\.?[0-9]+)")
+
+
+def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
+    """Return the weights of sources such as a.txt=0.7, or None if they have none."""
+    weights: dict[str, float] = {}
+    for source in sources:
+        weighted = _WEIGHTED.fullmatch(source)
+        if weighted is not None and not Path(source).exists():  # a file may have such a name
+            weights[weighted[1]] = float(weighted[2])
+    if not weights:
+        return None
+    if len(weights) < len(sources):
+        raise ValueError(
+            Message(
+                Field("data", tuple(sources)),
+                " must have a weight for each text, as in a.txt=0.7 b.txt=0.3, and each text once",
+            )
+        )
+    for source, weight in weights.items():
+        if weight == 0:
+            raise ValueError(f"{source} has the weight 0: leave it out, or give a positive weight")
+    return weights
+
+
+def _load_mixture(
+    config: DataConfig,
+    weights: dict[str, float],
+    block_size: int,
+    tokenizer: Tokenizer | None,
+    warn: Warn,
+    progress: Callable[[float], None],
+) -> Dataset:
+    """Load texts that are mixed by weights. Each is split, and the splits follow each other."""
+    sources = tuple(weights)
+    is_text = not any(_has_tokens(Path(source), is_text=False) for source in sources)
+    if tokenizer is None and is_text:
+        # A vocabulary of all texts, as if they were one.
+        options = _read_options(config, None)
+        tokenizer = _make_tokenizer(config, lambda: text_chunks(sources, **options))
+    splits: list[tuple[Any, Any, Any]] = []
+    shares = []
+    for source in sources:
+        part = replace(config, data=(source,))
+        loaded = _load(part, tokenizer, None, warn, progress)
+        tokenizer = loaded.tokenizer
+        split = _split(part, loaded)
+        if len(split[0]) <= block_size:
+            raise ValueError(
+                Message(
+                    f"the training split of {source} has {counted(len(split[0]), 'token')}, too "
+                    f"few for one block of {block_size} and its targets: use more text or a "
+                    "smaller ",
+                    Field("block_size"),
+                )
+            )
+        splits.append(split)
+        shares.append(Share(source, len(split[0]), weights[source]))
+    assert tokenizer is not None  # there is a source
+    train, validation, test = (np.concatenate(parts) for parts in zip(*splits, strict=True))
+    digest = _digest(train, np.concatenate([validation, test]))
+    # The same tokens with other weights are another training.
+    digest.update(json.dumps([(share.tokens, share.weight) for share in shares]).encode())
+    text = KnownText(digest.hexdigest(), None, corpus_versions(sources))
+    return Dataset(train, validation, test, tokenizer, text, tuple(shares))
 
 
 def _require_a_block(name: str, split: Any, block_size: int) -> None:
@@ -305,6 +389,8 @@ def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) ->
         if path.is_dir():
             validation = splits[1]
     if tokenizer is None:
+        if isinstance(own_tokenizer, CustomTokenizer):
+            own_tokenizer = own_tokenizer.with_code(None)  # which asks for it
         return _Tokens(tokens, own_tokenizer, validation)
     if not is_same_vocabulary(tokenizer, own_tokenizer):
         raise ValueError(f"{path} was prepared with another tokenizer: prepare it again")
@@ -330,8 +416,10 @@ def _load_bare_tokens(
     if tokenizer is None:
         tokenizer = _number_tokenizer(str(path), splits, config.numbers_vocab_size)
     for file, split in zip(files, splits, strict=True):
-        dtype = split.dtype.name
-        _require_in_vocabulary(str(file), split, tokenizer, f"{dtype} tokens")
+        advice = (
+            f"write tokens of this tokenizer, or give the tokenizer of these {split.dtype} tokens"
+        )
+        _require_in_vocabulary(str(file), split, tokenizer, advice)
     return tokenizer, [_narrow(split, tokenizer) for split in splits]
 
 
@@ -381,7 +469,7 @@ def _require_in_vocabulary(
     name: str,
     tokens: Integer[np.ndarray, " tokens"],
     tokenizer: Tokenizer,
-    described: str = "",
+    advice: str,
 ) -> None:
     """Raise ValueError for a token outside of the vocabulary."""
     # An embedding returns NaN for such a token, without an error, so they are checked once here.
@@ -391,12 +479,9 @@ def _require_in_vocabulary(
         wrong = smallest
     elif largest < tokenizer.vocab_size:
         return
-    advice = ": prepare it again"
-    if described:
-        advice += f", as {described} of a vocabulary of {tokenizer.vocab_size:,}"
     raise ValueError(
         f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
-        f"{tokenizer.vocab_size}{advice}"
+        f"{tokenizer.vocab_size}: {advice}"
     )
 
 
@@ -435,9 +520,11 @@ def _load_text(
     if text.pieces is None:
         folder = _tokenized_in_cache(config, text, tokenizer, warn, progress)
         try:
-            tokens, tokenizer = _open_prepared(folder)
+            tokens, saved_tokenizer = _open_prepared(folder)
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{error}; {folder} is a cache: delete it") from None
+        if tokenizer is None:
+            tokenizer = saved_tokenizer
         loaded = _Tokens(tokens, tokenizer, text_digest=text.digest)
     else:
         loaded = _tokenized_in_memory(config, text, tokenizer, known, progress)
@@ -617,7 +704,11 @@ def _encode(
     # free. XLA's CPU client shares memory that begins at a page, and copies other memory.
     buffer = mmap.mmap(-1, max(text.size, 1) * dtype.itemsize)
     end = 0
-    for _, tokens in encode_each(tokenizer, _used_up(text.pieces, bytes_read), dtype):
+    parts = _used_up(text.pieces, bytes_read)
+    if isinstance(tokenizer, CustomTokenizer):
+        # At once, since nobody knows where the user's tokenizer splits a text.
+        parts = ["".join(parts)]
+    for _, tokens in encode_each(tokenizer, parts, dtype):
         start = end
         end += len(tokens)
         while end > len(buffer):  # a normaliser may lengthen a text
@@ -724,6 +815,8 @@ def _cache_name(cache: Path, config: DataConfig, text: _Text, tokenizer: Tokeniz
     its config asks for.
     """
     asked: list[Any] = [config.tokenizer]
+    if config.make is not None:
+        asked.append(as_dict(config)["make"])
     if config.tokenizer == "bpe":
         asked.append(config.bpe_vocab_size)
     name = _short_digest([text.digest, *asked])
@@ -838,7 +931,7 @@ def prepare(
         return text_chunks(config.data, advance=bytes_read.add, **options)
 
     def make_tokenizer() -> Tokenizer:
-        if config.tokenizer in ("char", "bpe"):
+        if config.make is None and config.tokenizer in ("char", "bpe"):
             bytes_read.add_pass()
         return _make_tokenizer(config, read)
 
@@ -847,7 +940,7 @@ def prepare(
 
     # Only the work of a process with the same files and options is continued. Two processes that
     # shared a folder left the tokens of one beside the tokenizer of the other.
-    content = json.dumps([asdict(config), files, corpus_versions(config.data)])
+    content = json.dumps([as_dict(config), files, corpus_versions(config.data)])
     with new_directory(directory, hashlib.sha256(content.encode()).hexdigest()[:8]) as partial:
         return _write_tokens(partial, make_tokenizer, read_for, warn)
 
@@ -866,6 +959,8 @@ def _write_tokens(
     done_file = partial / DONE_FILE
     if tokenizer_file.is_file():
         tokenizer = read_tokenizer(tokenizer_file)
+        if isinstance(tokenizer, CustomTokenizer):  # its file is only a record
+            tokenizer = make_tokenizer()
     else:
         tokenizer = make_tokenizer()
         write_file(tokenizer_file, tokenizer.to_json())
@@ -940,7 +1035,7 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
             "prepare it again"
         )
     tokens = _open_tokens(path, dtype, f"{dtype} tokens")
-    _require_in_vocabulary(str(path), tokens, tokenizer)
+    _require_in_vocabulary(str(path), tokens, tokenizer, "prepare it again")
     return tokens, tokenizer
 
 
@@ -1044,6 +1139,8 @@ def _open_tokens(path: Path, dtype: np.dtype, described: str) -> Integer[np.ndar
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    if config.make is not None:
+        return CustomTokenizer.of(config.make)
     match config.tokenizer:
         case "byte":
             return tokenizers.ByteTokenizer()

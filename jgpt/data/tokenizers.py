@@ -24,6 +24,8 @@ from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.durable import prefix_errors, read_file
+from jgpt.fields import Code
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -48,6 +50,9 @@ UNUSED_BYTE = "<0xFF>"
 """The name of byte 255 as a special token."""
 _UNUSED_LETTER = "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"
 """The letter that stands for byte 255 in the byte-level alphabet."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 40
+_SHORT.maxlist = 8
 UTF_32 = "utf-32-le", "surrogatepass"
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
@@ -226,6 +231,146 @@ class NumberTokenizer:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="0"))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return backend
+
+
+class CustomTokenizer:
+    """A tokenizer of the user's own, whose results are checked; or the record of one, which a run
+    never loads by itself."""
+
+    begin: tuple[int, ...] = ()
+    """The tokens that `encode` puts before a text."""
+
+    def __init__(
+        self, code: Code, vocab_size: int, tokenizer: Any = None, make: Any = None
+    ) -> None:
+        """Wrap a tokenizer and what made it; without them, only its record and vocabulary size."""
+        self.code = code
+        self.make = make
+        self.vocab_size = vocab_size
+        """The number of tokens."""
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, make: Any) -> Self:
+        """Wrap an object with `encode`, `decode` and `vocab_size`, or what makes one without
+        arguments.
+
+        Raises ValueError for anything else.
+        """
+        code = Code.of(make)
+        if isinstance(make, Code):
+            raise _not_loaded(code)
+        if isinstance(make, CustomTokenizer):
+            return make
+        tokenizer = make
+        if isinstance(make, type) or not hasattr(make, "encode"):
+            try:
+                inspect.signature(make).bind()
+            except TypeError as error:
+                raise ValueError(
+                    f"the tokenizer {code.named} must take no arguments: {error}"
+                ) from None
+            tokenizer = make()
+        for name in ("encode", "decode"):
+            if not callable(getattr(tokenizer, name, None)):
+                raise ValueError(f"the tokenizer {code.named} has no method {name}")
+        vocab_size = getattr(tokenizer, "vocab_size", None)
+        if isinstance(vocab_size, np.integer):
+            vocab_size = int(vocab_size)
+        if type(vocab_size) is not int or not 0 < vocab_size <= MAX_NUMBERS:
+            raise ValueError(
+                f"the tokenizer {code.named} must have a vocab_size from 1 to {MAX_NUMBERS:,}, not "
+                f"{vocab_size!r}"
+            )
+        return cls(code, vocab_size, tokenizer, make)
+
+    def with_code(self, make: Any) -> "CustomTokenizer":
+        """Return the tokenizer of a record. Raises ValueError if it is missing, or another one."""
+        if self._tokenizer is not None:
+            return self
+        tokenizer = CustomTokenizer.of(self.code if make is None else make)
+        if tokenizer.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"the tokenizer {tokenizer.code.named} has a vocab_size of {tokenizer.vocab_size}, "
+                f"but that of the run has {self.vocab_size}"
+            )
+        return tokenizer
+
+    @typed
+    def encode(self, text: str) -> Tokens:
+        """Return what the tokenizer makes of a text. Raises ValueError if that is not a row of
+        tokens."""
+        tokens = np.asarray(self._call("encode", text))
+        if tokens.size == 0:  # an empty list has no dtype
+            tokens = np.zeros(0, np.int32)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise UnencodableText(
+                f"the tokenizer {self.code.named} encodes {_SHORT.repr(text)} as "
+                f"{tokens.dtype}{list(tokens.shape)}, not as a row of whole numbers"
+            )
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if outside.size:
+            raise UnencodableText(
+                f"the tokenizer {self.code.named} gives token {tokens[outside[0]]}, outside its "
+                f"vocab_size of {self.vocab_size}"
+            )
+        return tokens.astype(np.int32)
+
+    @typed
+    def decode(self, tokens: AnyTokens) -> str:
+        """Return the text that the tokenizer makes of tokens."""
+        text = self._call("decode", _in_range(tokens, self.vocab_size))
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the tokenizer {self.code.named} decodes to {type(text).__name__}, not to a string"
+            )
+        return text
+
+    @typed
+    def encode_reversibly(self, text: str) -> Tokens:
+        """Encode a text. Raises ValueError unless the tokens decode to the same text."""
+        tokens = self.encode(text)
+        decoded = self.decode(tokens)
+        if decoded == text:
+            return tokens
+        same = 0
+        for written, read in zip(text, decoded, strict=False):
+            if written != read:
+                break
+            same += 1
+        raise UnencodableText(
+            f"the tokenizer {self.code.named} isn't reversible: from position {same} on, "
+            f"{_SHORT.repr(text[same:])} decodes to {_SHORT.repr(decoded[same:])}"
+        )
+
+    def _call(self, method: str, argument: Any) -> Any:
+        if self._tokenizer is None:
+            raise _not_loaded(self.code)
+        try:
+            return getattr(self._tokenizer, method)(argument)
+        except Exception as error:
+            raise UnencodableText(
+                f"the tokenizer {self.code.named} can't {method} {_SHORT.repr(argument)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def to_json(self) -> str:
+        """Return the record of the tokenizer as JSON."""
+        code = {"name": self.code.name, "file": self.code.file, "sha256": self.code.sha256}
+        return json.dumps({"type": "custom", "vocab_size": self.vocab_size, "code": code})
+
+    def to_hf(self) -> tokenizers.Tokenizer:
+        """Raise ValueError, since other programs don't have the user's code."""
+        raise ValueError(f"the tokenizer {self.code.named} is code, which can't be exported")
+
+
+def _not_loaded(code: Code) -> ValueError:
+    return ValueError(
+        Message(
+            f"the run's tokenizer is {code.named}, which a run never loads by itself: give ",
+            Field("tokenizer", code.named),
+        )
+    )
 
 
 class BPETokenizer:
@@ -636,7 +781,7 @@ class _Renamed:
     """The original number of each added token, by its new number."""
 
 
-Tokenizer = CharTokenizer | ByteTokenizer | NumberTokenizer | BPETokenizer
+Tokenizer = CharTokenizer | ByteTokenizer | NumberTokenizer | CustomTokenizer | BPETokenizer
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -694,6 +839,8 @@ def encode_each(
         return tokens.astype(dtype, copy=False).tobytes()
 
     threads = min(os.cpu_count() or 1, MAX_THREADS)
+    if isinstance(tokenizer, CustomTokenizer):
+        threads = 1  # the user's code may not expect others
     with ThreadPoolExecutor(threads) as pool:
         parts = _parts(texts, encoded)
         # lazily: the next part is read when one is done, so that few are in memory
@@ -754,6 +901,8 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     if isinstance(tokenizer, NumberTokenizer):
         encode_numbers = inspect.unwrap(NumberTokenizer.encode)
         return lambda part: encode_numbers(tokenizer, part.text)
+    if isinstance(tokenizer, CustomTokenizer):
+        return lambda part: tokenizer.encode_reversibly(part.text)
     encode = inspect.unwrap(BPETokenizer.encode_part)
     if tokenizer._fast is not None:  # made once, rather than by each thread
         return lambda part: encode(tokenizer, part.text)
@@ -803,6 +952,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         if kind == "numbers":
             return NumberTokenizer(values["vocab_size"])
+        if kind == "custom":
+            return CustomTokenizer(Code(**values["code"]), int(values["vocab_size"]))
         if kind == "bpe":
             adds_special_tokens = values.get("adds_special_tokens") is True
             return BPETokenizer.from_hf(
@@ -814,7 +965,9 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         raise ValueError(f"not a tokenizer: {error}") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None
-    raise ValueError(f"not a tokenizer: its type is {kind!r}, not char, byte, numbers or bpe")
+    raise ValueError(
+        f"not a tokenizer: its type is {kind!r}, not char, byte, numbers, bpe or custom"
+    )
 
 
 def text_of_token(tokenizer: Tokenizer, token: int) -> str:
@@ -828,6 +981,9 @@ def text_of_token(tokenizer: Tokenizer, token: int) -> str:
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether tokenizers have the same tokens, apart from those that they add to a text."""
+    if isinstance(one, CustomTokenizer) and isinstance(other, CustomTokenizer):
+        # A changed file is reported where it is loaded; its tokens may still be the same.
+        return (one.code.name, one.vocab_size) == (other.code.name, other.vocab_size)
     if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
         return one._backend.to_str() == other._backend.to_str()
     return one.to_json() == other.to_json()

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ def evaluate(
     run_directory: str | Path,
     *,
     model: Make | str = None,
+    tokenizer: Any = None,
     which: Which = "best",
     split: Literal["validation", "test"] = "validation",
     data: str | tuple[str, ...] = (),
@@ -62,13 +63,15 @@ def evaluate(
     The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
     another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
     as the run's text was. `data_field` is its field or column, by default that of the run. A run
-    that was trained on a `dataset` needs it again. A run of a custom model needs the `model` again,
-    as an object or as FILE.py:NAME. The text is evaluated in windows of `window` tokens, at most
-    `block_size`. Raises ValueError for a split that the run does not have, a longer window, or a
-    text that the tokenizer can't encode, and the errors of `load`.
+    that was trained on a `dataset` needs it again. A run of a custom model or tokenizer needs the
+    `model` or `tokenizer` again, as an object or as FILE.py:NAME. The text is evaluated in windows
+    of `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not
+    have, a longer window, or a text that the tokenizer can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
-    loaded, tokenizer, config = load(run_directory, model=model, which=which)
+    loaded, used_tokenizer, config = load(
+        run_directory, model=model, tokenizer=tokenizer, which=which
+    )
     size = config.model.block_size
     if window is not None:
         size = window
@@ -89,10 +92,10 @@ def evaluate(
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
     if data:
-        tokens = _read_other_text(config.dataset, data, data_field, tokenizer, progress)
+        tokens = _read_other_text(config.dataset, data, data_field, used_tokenizer, progress)
     else:
         if dataset is None:
-            dataset = _load_known(directory, config.dataset, size, tokenizer, progress)
+            dataset = _load_known(directory, config.dataset, size, used_tokenizer, progress)
         else:
             require_usable(dataset, config.dataset, size, known_text(lines))
         tokens = _tokens_of(dataset, split, directory)
@@ -109,8 +112,8 @@ def evaluate(
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = None
-    if not isinstance(tokenizer, NumberTokenizer):
-        bits = bits_per_character(loss, count_characters(targets, tokenizer) / len(targets))
+    if not isinstance(used_tokenizer, NumberTokenizer):
+        bits = bits_per_character(loss, count_characters(targets, used_tokenizer) / len(targets))
     return Evaluation(loss, _perplexity(loss), bits, len(targets), " ".join(data) or None)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.data.batches import batches, resident
 from jgpt.data.dataset import Dataset
+from jgpt.data.own_batches import OwnBatches, own_batches
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.fields import Make
 from jgpt.fitting.loop import Training
@@ -114,8 +115,10 @@ def fit(
     *,
     model: Make | str = None,
     optimizer: Make | str = None,
+    tokenizer: Any = None,
     dataset: Dataset | None = None,
     objective: Make | str = None,
+    batches: Make | str = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
@@ -129,12 +132,13 @@ def fit(
     `config.model` is converted to the class that it annotates. `optimizer` makes an optax
     optimizer: `optimizer(config.optimizer, config.steps)`. `objective` makes what is minimised:
     `objective(config)` returns a function of (model, batch, rngs), whose result is the mean over
-    the batch or a `Loss`. Each may be FILE.py:NAME. Training uses the mesh of the config, by
-    default all accelerators. Every process calls `fit` with the same arguments; process 0 writes
-    and reports.
+    the batch or a `Loss`. `tokenizer` is an object with `encode`, `decode` and `vocab_size`, or
+    makes one. Each may be FILE.py:NAME. Training uses the mesh of the config, by default all
+    accelerators. Every process calls `fit` with the same arguments; process 0 writes and reports.
 
     `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
-    give the same one to resume. `resume` continues from the directory's last checkpoint, or starts
+    give the same one to resume. `batches`, a pure function of (dataset, seed, step), makes the
+    `Batch` of each step. `resume` continues from the directory's last checkpoint, or starts
     if there is none yet; `overwrite` deletes the existing run. `should_stop` is polled after each
     call of steps, and while the text is tokenized. `profile_steps` are traced into the run's folder
     `profile`. `platform`, by default the current one, decides the config's `auto`. `progress` is by
@@ -147,7 +151,7 @@ def fit(
     started = time.perf_counter()
     if profile_steps < 0:
         raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
-    config = with_code(config, model, optimizer, objective)
+    config = with_code(config, model, optimizer, objective, tokenizer=tokenizer, batches=batches)
     machine = this_machine(platform)
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
@@ -296,7 +300,12 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
     recorded = run.prepared.config.recorded
     evaluations = run.prepared.evaluations
     best = run.checkpoints.best()
-    model, tokenizer, _ = load(run.directory.path, model=recorded.model.make, platform=platform)
+    model, tokenizer, _ = load(
+        run.directory.path,
+        model=recorded.model.make,
+        tokenizer=recorded.dataset.make,
+        platform=platform,
+    )
     sample = _sample_or_warn(model, tokenizer, recorded, progress)
     release_memory()
     with raise_in_all_processes():
@@ -350,16 +359,20 @@ def _check_custom_code(
 ) -> None:
     """Trace custom code, to raise its errors before anything is written.
 
-    Also warn of a model that computes something else elsewhere than in training, and compute a
-    custom objective on the first batch.
+    Also make the next batch, compute a custom objective on it, and warn of a model that computes
+    something else elsewhere than in training.
     """
     config = prepared.config.trained
     if not any(custom_code(config).values()):
         return
-    if config.objective is not None:
-        _check_objective(prepared, state)
     sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
-    windows = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    windows: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    made = own_batches(config, prepared.dataset)
+    if made is not None:
+        made.require_pure(int(state.step))
+        windows = made.abstract(int(state.step))
+    if config.objective is not None:
+        _check_objective(prepared, state, made)
     # With the arguments of the first call, which then finds the traced steps in JAX's cache.
     arguments = (state, windows, dropout_stream(config.seed), 0, int(state.step))
     train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
@@ -370,20 +383,26 @@ def _check_custom_code(
             progress.warned(sentence)
 
 
-def _check_objective(prepared: PreparedRun, state: TrainState) -> None:
+def _check_objective(prepared: PreparedRun, state: TrainState, made: OwnBatches | None) -> None:
     """Raise ValueError for an objective that is not pure, or not finite on the next batch."""
     config = prepared.config.trained
-    windows = batches(
-        resident(prepared.dataset.train),
-        config.seed,
-        int(state.step),
-        steps=1,
-        batch_size=config.batch_size,
-        block_size=config.model.block_size,
-    )
+    if made is not None:
+        batch = jax.tree.map(jnp.asarray, made.of_step(int(state.step)))
+    else:
+        windows = batches(
+            resident(prepared.dataset.train),
+            config.seed,
+            int(state.step),
+            steps=1,
+            batch_size=config.batch_size,
+            block_size=config.model.block_size,
+            shares=prepared.dataset.shares,
+        )
+        batch = Batch(windows[0])
     assert isinstance(config.micro_batches, int)
     # A micro-batch is what a step has memory for.
-    first = Batch(windows[0, : config.batch_size // config.micro_batches])
+    rows = config.batch_size // config.micro_batches
+    first = jax.tree.map(lambda array: array[:rows], batch)
     require_pure(config, first)
     weights = trained_weights(state.weights, state.optimizer)
     require_finite(first_loss(config, weights, first, dropout_stream(config.seed)))

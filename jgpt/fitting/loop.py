@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jgpt.data.batches import batches, resident
+from jgpt.data.own_batches import own_batches
 from jgpt.fitting.metrics import MetricsLogger
 from jgpt.fitting.prepare import PreparedRun
 from jgpt.fitting.profiling import compilations_watched
@@ -63,7 +64,9 @@ class Training:
         self.progress = progress
         self.should_stop = should_stop
 
-        self.tokens = resident(self.dataset.train)
+        self.own_batches = own_batches(self.config, self.dataset)
+        if self.own_batches is None:
+            self.tokens = resident(self.dataset.train)
         self.key = dropout_stream(self.config.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         self.evaluator = self._make_evaluator()
@@ -230,21 +233,12 @@ class Training:
 
     def _take_steps(self) -> None:
         """Make one call of steps, at most to the next evaluation, estimate, or end of the trace."""
-        config = self.config
         first = self.step
         profiled_steps = self.profiled_steps
         count = self._steps_of_call(first)
         if profiled_steps and first == profiled_steps.start and process_index() == 0:
             self.trace.enter_context(jax.profiler.trace(self.checkpoints.run.path / PROFILE))
-        windows = batches(
-            self.tokens,
-            config.seed,
-            first,
-            steps=config.steps_per_call,
-            batch_size=config.batch_size,
-            block_size=config.model.block_size,
-            count=count,
-        )
+        windows = self._windows(first, count)
         if first == self.first_step:
             # A call of no steps compiles the program, so that compilation isn't measured as
             # training.
@@ -257,6 +251,29 @@ class Training:
             jax.block_until_ready(metrics)  # until now, the steps are only dispatched
             self.trace.close()
         self.logger.add(first, count, metrics)
+
+    def _windows(self, first: int, count: int) -> Any:
+        """Return the windows of a call's steps, or the batches that the user's function makes."""
+        config = self.config
+        if self.own_batches is not None:
+            try:
+                return self.own_batches.of_steps(first, config.steps_per_call, count)
+            except Exception:
+                # The steps so far are not lost by a mistake in a later batch.
+                if first > self.first_step:
+                    self._save()
+                    self.checkpoints.wait()
+                raise
+        return batches(
+            self.tokens,
+            config.seed,
+            first,
+            steps=config.steps_per_call,
+            batch_size=config.batch_size,
+            block_size=config.model.block_size,
+            count=count,
+            shares=self.dataset.shares,
+        )
 
     def _steps_of_call(self, first: int) -> int:
         """Return the number of steps in the call that begins with step `first`."""

@@ -10,7 +10,7 @@ from typing import Any
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
-from jgpt.data.tokenizers import is_same_vocabulary
+from jgpt.data.tokenizers import CustomTokenizer, is_same_vocabulary
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
     ResolvedConfig,
@@ -80,6 +80,8 @@ def prepare(
         dataset = _load_text(config, target, progress, should_stop)
     else:
         config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
+        if isinstance(dataset.tokenizer, CustomTokenizer):
+            config = with_code(config, tokenizer=dataset.tokenizer.make)
         _require_same_dataset(dataset, config, target.saved)
     recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
     if target.saved is not None:

@@ -31,7 +31,7 @@ from jgpt.pictures.numbers import Changes, Look, encode_text
 from jgpt.pictures.page import page_of
 from jgpt.runs.checkpoints import Checkpoints, Which
 from jgpt.runs.directory import CHECKPOINTS, METRICS, RunDirectory
-from jgpt.runs.load import load
+from jgpt.runs.load import load, run_tokenizer
 from jgpt.runs.manifest import MANIFEST
 from jgpt.user_code import with_code
 
@@ -71,15 +71,17 @@ class RunPage:
         *,
         which: Which = "best",
         model: Make | str = None,
+        tokenizer: Any = None,
     ) -> None:
         self.run = RunDirectory.open(directory)
         self._model = model
+        self._code = tokenizer
+        self._tokenizer = run_tokenizer(self.run, tokenizer)
         self.which: Which = which
         self.name = self.run.path.resolve().name
-        tokenizer = self.run.tokenizer()
         if prompt is None:
-            prompt = tokenizer.decode(default_prompt(tokenizer))
-        encode_text(tokenizer, prompt)  # raises for a prompt that can't be encoded
+            prompt = self._tokenizer.decode(default_prompt(self._tokenizer))
+        encode_text(self._tokenizer, prompt)  # raises for a prompt that can't be encoded
         self.prompt = prompt
         self._opened: dict[SavedAt, Look] = {}
         self._snapshots: dict[SavedAt, dict[str, Any]] = {}
@@ -162,7 +164,7 @@ class RunPage:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=device), weights)
         # The page reports this error when it asks for the numbers.
         with self._computing, suppress(ValueError):
-            look = Look(nnx.merge(graph, zeros), self.run.tokenizer(), self.name)
+            look = Look(nnx.merge(graph, zeros), self._tokenizer, self.name)
             # No checkpoint has the step 0 and time 0; the first checkpoint that is opened reuses
             # this entry.
             self._opened.setdefault(SavedAt(0, 0), look)
@@ -185,7 +187,9 @@ class RunPage:
         saved_at = SavedAt(step, manifest.stat().st_mtime_ns)
         if saved_at not in self._opened:
             model: Any
-            model, tokenizer, _ = load(run.path, which=step, model=self._model)
+            model, tokenizer, _ = load(
+                run.path, which=step, model=self._model, tokenizer=self._code
+            )
             any_opened = next(iter(self._opened.values()), None)
             look = Look(model, tokenizer, self.name, like=any_opened)
             self._opened[saved_at] = look
@@ -420,8 +424,8 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         return  # there is no training
-    directory, prompt, model = json.loads(line)
-    page = RunPage(directory, prompt, which="last", model=model)
+    directory, prompt, model, tokenizer = json.loads(line)
+    page = RunPage(directory, prompt, which="last", model=model, tokenizer=tokenizer)
     with serving(page) as (address, server):
         print(address, flush=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()

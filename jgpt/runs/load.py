@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.tokenizers import CustomTokenizer, Tokenizer
 from jgpt.durable import new_directory
-from jgpt.fields import Make
+from jgpt.fields import Code, Make
 from jgpt.generation.text import Texts, generate_text
 from jgpt.hardware import Platform, current_platform
 from jgpt.interop.hub import find_model
@@ -32,7 +32,7 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import TrainState
-from jgpt.user_code import changed_code, with_code
+from jgpt.user_code import changed_code, load_code, with_code
 
 
 class Loaded(NamedTuple):
@@ -61,26 +61,42 @@ def load(
     which: Which = "best",
     model: Make | str = None,
     optimizer: Make | str = None,
+    tokenizer: Any = None,
     platform: Platform | None = None,
 ) -> Loaded:
     """Load a run's model, tokenizer and config; nothing is written.
 
-    A run with a custom `model` needs the model again, as an object or as FILE.py:NAME; a warning
-    says if it has changed. Pass a custom `optimizer` only to train further with the config.
+    A run with a custom `model` or `tokenizer` needs it again, as an object or as FILE.py:NAME; a
+    warning says if it has changed. Pass a custom `optimizer` only to train further with the config.
     `platform`, by default the current one, decides the config's `auto`. Raises FileNotFoundError if
     there is no run or no checkpoint, and ValueError if one of their files is damaged.
     """
     run = RunDirectory.open(run_directory)
     saved = run.config()
-    tokenizer = run.tokenizer()
-    config = with_code(saved, model, optimizer)
+    config = with_code(saved, model, optimizer, tokenizer)
+    loaded_tokenizer = run_tokenizer(run, config.dataset.make)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
         decided = run_for_platform(config, platform or current_platform())
         weights = checkpoints.restore_weights(decided, which)
     model_with_weights = nnx.merge(nnx.graphdef(abstract_model(decided.model)), weights)
-    return Loaded(model_with_weights, tokenizer, config)
+    return Loaded(model_with_weights, loaded_tokenizer, config)
+
+
+def run_tokenizer(run: RunDirectory, code: Any = None) -> Tokenizer:
+    """Return a run's tokenizer, with the user's `code` if it is of that kind.
+
+    Raises ValueError if the code is missing, or that of another tokenizer.
+    """
+    tokenizer = run.tokenizer()
+    if not isinstance(tokenizer, CustomTokenizer):
+        if code is not None and not isinstance(code, Code):
+            raise ValueError(f"{run.path} has a tokenizer of its own: leave out the other one")
+        return tokenizer
+    if isinstance(code, str):
+        code = load_code(code)
+    return tokenizer.with_code(code)
 
 
 @typed

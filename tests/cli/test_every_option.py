@@ -89,6 +89,8 @@ def loaded(calls):
     return calls
 
 
+CODE = {"model": "m.py:GPT", "tokenizer": "m.py:Chess"}
+CODE_OPTIONS = ("--model", "m.py:GPT", "--tokenizer", "m.py:Chess")
 TYPED: dict[str, set[str]] = {}
 """The options that a test of this file has typed, by command."""
 
@@ -338,7 +340,18 @@ def test_sample(loaded, tmp_path):
     loaded.note("jgpt.generation.text.stream_text", ())
     rules = {"max_new_tokens": 5, "temperature": 0.3, "top_k": 4, "top_p": 0.6, "min_p": 0.2}
     words = ("--prompt", "a b", "--prompt", "c", "--stop", "x", "--stop", "y z")
-    more = ("--seed", 9, "--weights", "int8", "--checkpoint", 30, "--model", "m.py:GPT")
+    more = (
+        "--seed",
+        9,
+        "--weights",
+        "int8",
+        "--checkpoint",
+        30,
+        "--model",
+        "m.py:GPT",
+        "--tokenizer",
+        "m.py:Chess",
+    )
     type_in(
         "sample", "run", *words_of(rules), *words, *more, "--mesh", "data=1", "--num-samples", 2
     )
@@ -350,7 +363,12 @@ def test_sample(loaded, tmp_path):
     assert received["tokenizer"] is TOKENIZER
     expected = jax.random.fold_in(jax.random.key(9), 0)
     assert (jax.random.key_data(received["key"]) == jax.random.key_data(expected)).all()
-    assert loaded["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+    assert loaded["load"] == {
+        "run_directory": "run",
+        "which": 30,
+        "model": "m.py:GPT",
+        **OWN_TOKENIZER,
+    }
     assert loaded["use_mesh"] == {"mesh": "data=1"}
 
     (tmp_path / "prompt.txt").write_text("of a file")
@@ -408,6 +426,8 @@ def test_eval(calls):
     type_in("eval", "run", "--data", "a.csv", "b.csv", "--data-field", "body")
     assert calls["evaluate"]["data"] == ("a.csv", "b.csv")
     assert calls["evaluate"]["data_field"] == "body"
+    type_in("eval", "run", "--tokenizer", "my.py:Chess")
+    assert calls["evaluate"]["tokenizer"] == "my.py:Chess"
 
 
 def test_info(calls):
@@ -487,19 +507,38 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
     assert str(calls["write_file"]["path"]) == "my_losses.svg"
 
-    words = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
+    words = (
+        "--prompt",
+        "a b",
+        "--checkpoint",
+        30,
+        "--model",
+        "m.py:GPT",
+        "--tokenizer",
+        "m.py:Chess",
+    )
     type_in("attention", "run", *words, "--out", "b.svg", cwd=tmp_path)
     received = calls["attention_image"]
     assert (received["text"], received["format"]) == ("a b", "svg")
     assert str(calls["write_file"]["path"]) == "b.svg"
-    assert calls["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+    assert calls["load"] == {
+        "run_directory": "run",
+        "which": 30,
+        "model": "m.py:GPT",
+        **OWN_TOKENIZER,
+    }
 
     calls.received.clear()
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
     received = calls["look_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
     assert str(calls["write_file"]["path"]) == "c.html"
-    assert calls["load"] == {"run_directory": "run", "which": 30, "model": "m.py:GPT"}
+    assert calls["load"] == {
+        "run_directory": "run",
+        "which": 30,
+        "model": "m.py:GPT",
+        **OWN_TOKENIZER,
+    }
 
 
 @pytest.mark.parametrize(("words", "opened"), [((), ["an address"]), (("--no-browser",), [])])
@@ -510,11 +549,26 @@ def test_a_live_page(words, opened, calls, monkeypatch):
     calls.note("jgpt.pictures.live.RunPage", SimpleNamespace(name="run"))
     calls.note("jgpt.pictures.live.serving", served)
     monkeypatch.setattr("webbrowser.open", browser.append)
-    options = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
+    options = (
+        "--prompt",
+        "a b",
+        "--checkpoint",
+        30,
+        "--model",
+        "m.py:GPT",
+        "--tokenizer",
+        "m.py:Chess",
+    )
     type_in("look", "run", "--live", *options, *words)
     received = calls["RunPage"]
 
-    assert received == {"directory": "run", "prompt": "a b", "which": 30, "model": "m.py:GPT"}
+    assert received == {
+        "directory": "run",
+        "prompt": "a b",
+        "which": 30,
+        "model": "m.py:GPT",
+        **OWN_TOKENIZER,
+    }
     assert browser == opened
 
 

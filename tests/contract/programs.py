@@ -58,7 +58,7 @@ SIZES: dict[str, set[int]] = {
     "unseen": {0},
 }
 """What a name may stand for in the programs below: no size is another name's by chance."""
-GENERIC = {"rows", "features", "in_features", "out_features", "choices", "chunk", "chunks"}
+GENERIC = {"texts", "rows", "features", "in_features", "out_features", "choices", "chunk", "chunks"}
 """Names of dimensions that may be anything."""
 BATCH, TIME, CONTEXT = 3, 7, 5
 LECTURE = ModelConfig(
@@ -219,6 +219,9 @@ def training() -> None:
     tokens = INT(31)
     options = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
+    shares = batches.Share("a", 16, 1.0), batches.Share("b", 15, 2.0)
+    mixed = functools.partial(batches.batches, first_step=0, steps=6, shares=shares, **options)
+    traced(mixed, tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
 
     own = dataclasses.replace(TRAIN, objective=lambda config: next_token_loss)
@@ -257,8 +260,11 @@ def text() -> None:
     """Text to tokens and back."""
     pieces = tokenizers.BPETokenizer.train(["ab ab"], 257)
     numbers_of_text = tokenizers.NumberTokenizer(9)
-    numbers_of_text.encode("1 2")
-    numbers_of_text.decode(np.ones(31, np.int32))
+    wrapped = tokenizers.CustomTokenizer.of(numbers_of_text)
+    for tokenizer in (numbers_of_text, wrapped):
+        tokenizer.encode("1 2")
+        tokenizer.decode(np.ones(31, np.int32))
+    wrapped.encode_reversibly("1 2")
     for tokenizer in (tokenizers.CharTokenizer("\0ab"), tokenizers.ByteTokenizer(), pieces):
         tokenizer.encode("ab")
         tokenizer.decode(np.ones(31, np.int32))

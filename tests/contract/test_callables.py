@@ -57,6 +57,8 @@ LOOSE = {
     "data.tokenizers.ByteTokenizer.encode",
     "data.tokenizers.CharTokenizer._encode_at",
     "data.tokenizers.CharTokenizer.encode",
+    "data.tokenizers.CustomTokenizer.encode",
+    "data.tokenizers.CustomTokenizer.encode_reversibly",
     "data.tokenizers.NumberTokenizer.encode",
     "fitting.evaluate._read_other_text",
     "fitting.evaluate._tokens_of",

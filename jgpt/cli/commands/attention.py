@@ -3,7 +3,15 @@
 from typing import Annotated
 
 from jgpt.cli import runs
-from jgpt.cli.arguments import Checkpoint, Image, LatestRun, Lines, ModelOption, path_to_write
+from jgpt.cli.arguments import (
+    Checkpoint,
+    Image,
+    LatestRun,
+    Lines,
+    ModelOption,
+    TokenizerOption,
+    path_to_write,
+)
 from jgpt.cli.options import (
     OptionSpec,
 )
@@ -16,6 +24,7 @@ def attention(
     out: Image = "attention.png",
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
 ) -> Lines:
     """Plot the attention weights of each layer and head over a text.
 
@@ -24,8 +33,9 @@ def attention(
     """
     path = path_to_write(out, ".png", ".svg")
     run = runs.run_or_latest(run)
-    with runs.loaded_run(run, checkpoint, model=model) as (loaded, tokenizer, _):
+    with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
         from jgpt.pictures.plots import attention_image
 
-        write_file(path, attention_image(loaded, tokenizer, prompt, path.suffix[1:]))
+        loaded, used_tokenizer, _ = opened
+        write_file(path, attention_image(loaded, used_tokenizer, prompt, path.suffix[1:]))
     return [f"wrote {out}"]

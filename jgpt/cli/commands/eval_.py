@@ -6,7 +6,14 @@ from json import dumps
 from typing import Annotated, Literal
 
 from jgpt.cli import runs, terminal
-from jgpt.cli.arguments import Checkpoint, LatestRun, Lines, MeshOption, ModelOption
+from jgpt.cli.arguments import (
+    Checkpoint,
+    LatestRun,
+    Lines,
+    MeshOption,
+    ModelOption,
+    TokenizerOption,
+)
 from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console
 
@@ -19,6 +26,7 @@ def eval_(
     data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
     data_field: Annotated[str | None, OptionSpec("NAME")] = None,
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
     """Compute a run's exact loss on the whole validation or test split, or on another text.
@@ -50,6 +58,7 @@ def eval_(
             data=data,
             data_field=data_field,
             model=model,
+            tokenizer=tokenizer,
             progress=progress,
         )
     if json:

@@ -10,6 +10,7 @@ from jgpt.cli.arguments import (
     LatestRun,
     Lines,
     ModelOption,
+    TokenizerOption,
     path_to_write,
 )
 from jgpt.cli.options import (
@@ -29,6 +30,7 @@ def look(
     max_new_tokens: int | None = None,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     live: bool = False,
     browser: bool = True,
 ) -> Lines:
@@ -51,27 +53,30 @@ def look(
                     f"{option} {value} has no effect with --live, which writes no file: leave out "
                     "one of them"
                 )
-        return _serve(run, prompt, checkpoint, model, browser)
+        with terminal.importing() as status:
+            from jgpt.pictures.live import RunPage
+
+            status.update("loading the model")
+            page = RunPage(run, prompt, which=checkpoint, model=model, tokenizer=tokenizer)
+        return _serve(page, browser)
     out = out or "look.html"
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
-    with runs.loaded_run(run, checkpoint, model=model) as (loaded, tokenizer, _):
+    with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
         from jgpt.pictures.page import look_page
 
-        page = look_page(loaded, tokenizer, prompt or "", max_new_tokens, name)
+        loaded, used_tokenizer, _ = opened
+        page = look_page(loaded, used_tokenizer, prompt or "", max_new_tokens, name)
     write_file(path, page)
     return [f"wrote {out}"]
 
 
-def _serve(run: str, prompt: str | None, which: Any, model: str | None, browser: bool) -> Lines:
+def _serve(page: Any, browser: bool) -> Lines:
     """Serve the live page of a run until Ctrl-C, which is no error here."""
     import webbrowser
 
-    with terminal.importing() as status:
-        from jgpt.pictures.live import RunPage, serving
+    from jgpt.pictures.live import serving
 
-        status.update("loading the model")
-        page = RunPage(run, prompt, which=which, model=model)
     with serving(page) as (address, server):
         say(open_console(), f"{page.name} is at {address} (Ctrl-C ends it)")
         if browser:

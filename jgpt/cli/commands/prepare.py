@@ -14,6 +14,7 @@ from jgpt.config import (
     DataConfig,
     TokenizerName,
 )
+from jgpt.user_code import load_code
 
 
 def prepare(
@@ -32,14 +33,20 @@ def prepare(
         files: Files and folders of text, JSON lines, CSV or Parquet, or corpora.
         data: More text, as for `jgpt train`.
         data_field: The field or column of JSON lines, CSV and Parquet that has the text.
-        tokenizer: Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs.
+        tokenizer: Characters, bytes, byte-pairs trained on the text, GPT-2's byte-pairs,
+            numbers, or a tokenizer of your own.
         bpe_vocab_size: The vocabulary size of trained byte-pairs.
         tokenizer_files: For gpt2, a folder with encoder.json and vocab.bpe, or vocab.json and
             merges.txt.
     """
     if not files + data:
         raise ValueError("give a text to prepare: a file, a folder or a corpus")
+    make = None
+    if ".py:" in tokenizer:
+        make = load_code(tokenizer)
+        tokenizer = "char"
     config = DataConfig(
+        make=make,
         data=(*files, *data),
         universal_newlines=universal_newlines,
         tokenizer=tokenizer,

@@ -13,6 +13,7 @@ from jgpt.cli.arguments import (
     ModelOption,
     Probability,
     Texts,
+    TokenizerOption,
     require_seed,
 )
 from jgpt.cli.options import (
@@ -42,6 +43,7 @@ def sample(
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     mesh: MeshOption = None,
 ) -> None:
     """Generate text with a trained model, streamed as it is sampled.
@@ -65,12 +67,13 @@ def sample(
         raise OptionError(f"--num-samples {num_samples} must be at least 1")
     require_seed(seed)
     run = runs.run_or_latest(run)
-    with runs.loaded_run(run, checkpoint, mesh, model, weights) as (loaded, tokenizer, config):
+    with runs.loaded_run(run, checkpoint, mesh, model, weights, tokenizer) as opened:
         import jax
         import numpy as np
 
         from jgpt.generation.text import stream_text
 
+        loaded, used_tokenizer, config = opened
         texts = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         # made as they are needed: a list of so many might not fit into memory
         prompts = (text for text in texts for _ in range(num_samples))
@@ -79,7 +82,7 @@ def sample(
         while rows := tuple(islice(prompts, BATCH_SIZE)):
             pieces = stream_text(
                 loaded,
-                tokenizer,
+                used_tokenizer,
                 rows,
                 max_new_tokens,
                 temperature=temperature,

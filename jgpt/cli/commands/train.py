@@ -6,7 +6,7 @@ import time
 from typing import NoReturn
 
 from jgpt.cli import terminal
-from jgpt.cli.arguments import Lines, code_options, shell_command
+from jgpt.cli.arguments import Lines, code_options, options_to_load, shell_command
 from jgpt.cli.commands.plan import plan
 from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, ProcessOptions, RunOptions, in_options
@@ -85,15 +85,13 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
             sys.exit(max(processes.gather(status)))
     if hardware.process_index() != 0:
         return []
-    model: list[str] = []
-    if config.model.make is not None:  # to sample and evaluate, no optimizer is needed
-        model = code_options(config)[:2]
+    code = options_to_load(config)
     lines = []
     if run.sample:  # a custom model may have none
         lines += ["", run.sample, ""]
     seconds = time.perf_counter() - began
-    sample = shell_command("sample", run.directory, *model)
-    evaluate = shell_command("eval", run.directory, *model)
+    sample = shell_command("sample", run.directory, *code)
+    evaluate = shell_command("eval", run.directory, *code)
     lines.append(
         f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
         f"{run.evaluations.over}, total time {seconds:.0f} s"

@@ -1,0 +1,132 @@
+"""Batches from the user's own function of (dataset, seed, step), checked and put on the devices."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgpt.config import TrainConfig
+from jgpt.data.batch import Batch
+from jgpt.data.dataset import Dataset
+from jgpt.parallel.mesh import current_mesh
+from jgpt.parallel.rules import shardings, spec_of
+from jgpt.shapes.describe import describe_value
+from jgpt.user_code import require_code
+
+
+class OwnBatches:
+    """The batches of the user's function, whose value depends on its arguments alone.
+
+    The function is called in Python, not in a compiled program, so it may use NumPy. Each call is
+    checked, because a compiled step reads a wrong token as NaN, without an error.
+    """
+
+    def __init__(
+        self, function: Callable[..., Batch], dataset: Dataset, config: TrainConfig
+    ) -> None:
+        self._function = function
+        self._dataset = dataset
+        self._config = config
+        self._has_weights: bool | None = None
+        self._has_documents: bool | None = None
+        # A curriculum needs the sizes of a batch, or the number of steps.
+        self._options: dict[str, Any] = {}
+        if "config" in inspect.signature(function).parameters:
+            self._options["config"] = config
+
+    def of_steps(self, first_step: int, steps: int, count: int) -> Batch:
+        """Return the batches of `count` steps, followed by empty ones up to `steps`.
+
+        They are one Batch, whose arrays have the steps as their first axis.
+        """
+        batches = [self.of_step(first_step + place) for place in range(count)]
+        empty = jax.tree.map(np.zeros_like, batches[0])
+        batches.extend([empty] * (steps - count))
+        # Stacked on the host, so that each process moves only the part of its own devices.
+        return jax.tree.map(lambda *arrays: _placed(np.stack(arrays)), *batches)
+
+    def of_step(self, step: int) -> Batch:
+        """Return the batch of one step, on the host. Raises ValueError for a wrong one."""
+        batch = self._function(self._dataset, self._config.seed, step, **self._options)
+        if not isinstance(batch, Batch):
+            raise self._wrong(step, f"must be a jgpt.Batch, not {describe_value(batch)}")
+        rows = self._config.batch_size
+        block_size = self._config.model.block_size
+        self._require_shape(step, "tokens", batch.tokens, (rows, block_size + 1))
+        self._require_same_fields(step, batch)
+        host = jax.tree.map(np.asarray, batch)
+        vocab_size = self._dataset.tokenizer.vocab_size
+        for wrong in (int(host.tokens.min()), int(host.tokens.max())):
+            if not 0 <= wrong < vocab_size:
+                raise self._wrong(
+                    step, f"contains token {wrong}, outside the vocabulary of {vocab_size}"
+                )
+        if host.weights is not None:
+            self._require_shape(step, "weights", batch.weights, (rows, block_size))
+            if not np.isfinite(host.weights).all() or host.weights.min() < 0:
+                raise self._wrong(step, "has a weight that is negative or not finite")
+            if host.weights.sum() == 0:
+                raise self._wrong(step, "has weights that sum to zero: some target must count")
+        if host.documents is not None:
+            self._require_shape(step, "documents", batch.documents, (rows, block_size + 1))
+        return host
+
+    def require_pure(self, step: int) -> None:
+        """Raise ValueError if the function gives another batch when it is called again."""
+        first = jax.tree.leaves(self.of_step(step))
+        again = jax.tree.leaves(self.of_step(step))
+        for one, other in zip(first, again, strict=True):
+            if not np.array_equal(one, other):
+                raise self._wrong(
+                    step,
+                    "differs when it is made again: batches= must be a pure function of (dataset, "
+                    "seed, step), as with np.random.default_rng((seed, step))",
+                )
+
+    def abstract(self, step: int) -> Any:
+        """Return the shapes of the batches of a call, from that of one step."""
+
+        def of_call(array: Any) -> Any:
+            shape = (self._config.steps_per_call, *array.shape)
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+
+        return jax.tree.map(of_call, self.of_step(step))
+
+    def _require_shape(self, step: int, name: str, array: Any, expected: tuple[int, ...]) -> None:
+        if array.shape != expected:
+            raise self._wrong(
+                step,
+                f"has {name} of shape {list(array.shape)}, not {list(expected)}, for "
+                f"batch_size={self._config.batch_size} and "
+                f"block_size={self._config.model.block_size}",
+            )
+
+    def _require_same_fields(self, step: int, batch: Batch) -> None:
+        """Raise ValueError if a batch has weights or documents and another one does not."""
+        fields = (batch.weights is not None, batch.documents is not None)
+        if self._has_weights is None:
+            self._has_weights, self._has_documents = fields
+        # One program takes all batches.
+        if (self._has_weights, self._has_documents) != fields:
+            raise self._wrong(step, "must have weights and documents at each step, or at none")
+
+    def _wrong(self, step: int, message: str) -> ValueError:
+        return ValueError(f"the batch of step {step} {message}")
+
+
+def own_batches(config: TrainConfig, dataset: Dataset) -> OwnBatches | None:
+    """Return the batches of a config's own function, or None if it has none."""
+    if config.batches is None:
+        return None
+    return OwnBatches(require_code(config.batches, "batches"), dataset, config)
+
+
+def _placed(array: Any) -> Any:
+    """Put an array of steps, rows and positions on the devices; a mesh shards its rows."""
+    if current_mesh().empty:
+        return jnp.asarray(array)
+    sharding = shardings(spec_of((None, "batch", None), array.shape, current_mesh()))
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])

@@ -1,0 +1,171 @@
+"""A tokenizer of the user's own: recorded, never loaded by itself, and checked."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import jgpt
+from jgpt import DataConfig, ModelConfig, TrainConfig
+from jgpt.data.dataset import load_dataset
+from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.load import load
+from jgpt.user_code import load_code
+from tests.commands import jgpt as command
+from tests.commands import worked
+
+MOVES = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6"]
+GAMES = "\n".join(" ".join(MOVES[:count]) for count in (6, 4, 5, 6, 3) * 9)
+FILE = """
+MOVES = ["\\n", "e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6"]
+
+
+class Chess:
+    vocab_size = 8
+
+    def encode(self, text):
+        words = text.replace("\\n", " \\n ").split(" ")
+        return [MOVES.index(word) for word in words if word]
+
+    def decode(self, tokens):
+        text = " ".join("?" if token == 7 else MOVES[token] for token in tokens)
+        return text.replace(" \\n ", "\\n").replace(" \\n", "\\n").replace("\\n ", "\\n")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my.py").write_text(FILE)
+    (tmp_path / "games.txt").write_text(GAMES)
+    return tmp_path
+
+
+def config_in(folder, **changes) -> TrainConfig:
+    config = TrainConfig(
+        model=ModelConfig("bigram", block_size=5),
+        dataset=DataConfig((str(folder / "games.txt"),)),
+        steps=6,
+        batch_size=4,
+        eval_interval=3,
+        sample_tokens=4,
+        out=str(folder / "run"),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def test_a_run_of_an_own_tokenizer_is_trained_resumed_sampled_and_evaluated(folder):
+    """By commands, each of which is given the tokenizer again."""
+    train = ("train", "tiny", "--data", "games.txt", "--block-size", 5, "--out", "r")
+    own = ("--tokenizer", "my.py:Chess")
+
+    said = worked(*train, *own, "--steps", 4, "--sample-tokens", 3, cwd=folder)
+    assert "jgpt sample r --tokenizer my.py:Chess" in said
+    assert worked("sample", "r", "--prompt", "e2e4 e7e5", *own, cwd=folder).startswith("e2e4 e7e5")
+    assert "validation loss" in worked("eval", "r", *own, cwd=folder)
+    for words in (
+        ("sample", "r"),
+        ("eval", "r"),
+        ("look", "r", "--prompt", "e2e4"),
+        ("attention", "r", "--prompt", "e2e4"),
+        ("train", "--out", "r", "--resume", "--steps", 5),
+    ):
+        done = command(*words, cwd=folder)
+        assert done.code == 2
+        assert "the run's tokenizer is my.py:Chess, which a run never loads by" in done.stderr
+        assert done.stderr.rstrip().endswith("give --tokenizer my.py:Chess")
+    worked("train", "--out", "r", "--resume", "--steps", 5, *own, cwd=folder)
+    recorded = json.loads((folder / "r" / "config.json").read_text())["dataset"]["make"]
+    assert (recorded["name"], recorded["file"]) == ("Chess", "my.py")
+
+    (folder / "my.py").write_text(FILE + "# changed\n")
+    done = command("eval", "r", *own, cwd=folder)
+    assert "tokenizer my.py:Chess has changed since the run began" in done.stderr
+
+
+def test_text_is_prepared_with_an_own_tokenizer(folder, monkeypatch):
+    """Into a folder, and for a large text into the cache."""
+    worked("prepare", "games.txt", "--tokenizer", "my.py:Chess", "--out", "prepared", cwd=folder)
+    data = (str(folder / "prepared"),)
+    with pytest.raises(ValueError, match=r"my\.py:Chess, which a run never loads by itself"):
+        load_dataset(DataConfig(data), 5)
+    monkeypatch.chdir(folder)
+    make = load_code("my.py:Chess")
+    prepared = load_dataset(DataConfig(data, make=make), 5)
+    whole = load_dataset(DataConfig(("games.txt",), make=make), 5)
+    monkeypatch.setattr("jgpt.data.dataset.LARGE_TEXT", 100)
+    large = load_dataset(DataConfig(("games.txt",), make=make), 5)
+
+    for dataset in (prepared, large):
+        assert dataset.train.tolist() == whole.train.tolist()
+        assert dataset.tokenizer.decode(dataset.train[:3]) == "e2e4 e7e5 g1f3"
+
+
+class Letters:
+    """Two letters, as an object and not as a class."""
+
+    def __init__(self, **wrong):
+        self.vocab_size = 3
+        self.__dict__.update(wrong)
+
+    def encode(self, text):
+        return np.array(["ab\n".index(letter) for letter in text])
+
+    def decode(self, tokens):
+        return "".join("ab\n"[token] for token in tokens)
+
+
+def test_an_object_is_a_tokenizer_and_a_stopped_run_ends_as_an_uninterrupted_one(folder):
+    (folder / "games.txt").write_text("abba\n" * 60)
+    whole = jgpt.fit(config_in(folder), tokenizer=Letters(), progress=None)
+    parted = config_in(folder, out=str(folder / "parted"), steps_per_call=2)
+    with pytest.raises(TrainingStopped):
+        jgpt.fit(parted, tokenizer=Letters(), progress=None, should_stop=lambda: True)
+    resumed = jgpt.fit(parted, tokenizer=Letters(), progress=None, resume=True)
+
+    assert resumed.metrics["loss"][-1] == whole.metrics["loss"][-1]
+    assert resumed.validation_loss == whole.validation_loss
+    assert set(whole.sample) <= set("ab\n")
+    loaded = load(whole.directory, tokenizer=Letters)
+    assert loaded.tokenizer.decode([0, 1]) == "ab"
+    with pytest.raises(ValueError, match="a run never loads by itself: give tokenizer="):
+        load(whole.directory)
+    with pytest.raises(ValueError, match="has a vocab_size of 4, but that of the run has 3"):
+        load(whole.directory, tokenizer=Letters(vocab_size=4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"decode": lambda tokens: "a" * len(tokens)}, "isn't reversible: from position 1 on, 'b"),
+        ({"encode": lambda text: [3] * len(text)}, "gives token 3, outside its vocab_size of 3"),
+        ({"encode": lambda text: [-1] * len(text)}, "gives token -1, outside its vocab_size of 3"),
+        ({"encode": lambda text: [0.5]}, r"encodes .* as float64\[1\], not as a row of whole"),
+        ({"encode": lambda text: {}[0]}, r"can't encode 'abba.*: KeyError: 0"),
+        ({"decode": lambda tokens: b"a"}, "decodes to bytes, not to a string"),
+        ({"vocab_size": 0}, r"must have a vocab_size from 1 to 16,777,216, not 0"),
+        ({"vocab_size": None}, "must have a vocab_size"),
+        ({"decode": None}, "has no method decode"),
+    ],
+)
+def test_a_wrong_tokenizer_is_one_line_before_anything_is_written(folder, wrong, message):
+    (folder / "games.txt").write_text("abba\n" * 60)
+
+    with pytest.raises(ValueError, match=message) as error:
+        jgpt.fit(config_in(folder), tokenizer=Letters(**wrong), progress=None)
+
+    assert "\n" not in str(error.value)
+    assert not (folder / "run").exists()
+
+
+def test_a_dataset_may_have_an_own_tokenizer(folder):
+    tokens = Letters().encode("abba\n" * 60)
+    dataset = jgpt.Dataset.from_tokens(tokens, tokenizer=Letters())
+
+    run = jgpt.fit(config_in(folder), dataset=dataset, progress=None)
+
+    assert set(run.sample) <= set("ab\n")
+    evaluation = jgpt.evaluate(run.directory, dataset=dataset, tokenizer=Letters())
+    assert evaluation.loss == pytest.approx(run.validation_loss, rel=1e-6)
+    with pytest.raises(ValueError, match="trained on a Dataset in Python: give it again"):
+        jgpt.evaluate(run.directory, tokenizer=Letters())
