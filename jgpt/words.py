@@ -55,6 +55,7 @@ LEGEND: dict[str, str] = {
     "features": "features of all heads concatenated",
     "in_features": "input features of a linear layer",
     "out_features": "output features of a linear layer",
+    "leading": "leading axes of a mask, which are broadcast to those of a batch",
     "rows": "any leading axes of an operation on the last axis",
     "chunks": "chunks of a batch whose logits are computed in turn",
     "chunk": "positions in a chunk",

@@ -52,6 +52,7 @@ REST = fields(
     dataset: data_field='text' token_dtype='auto' numbers_vocab_size=None make=None
     dataset: data=('pydocs',) universal_newlines=True bpe_vocab_size=1024 tokenizer_files=None
     run: name='gpt' out=None seed=1337 eval_tokens='auto' steps_per_call=50 patience=None
+    run: objective=None batches=None
     run: keep_best=1 keep_last=2 keep_every=None trackers=() sample_tokens=500 mesh=None
     """
 )

@@ -89,8 +89,7 @@ class RunOptions:
     objective: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom objective: a function in a Python file. The file is executed."""
     batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
-    """Custom batches: a function of (dataset, seed, step) in a Python file. The file is
-    executed."""
+    """Custom batches: a function in a Python file."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
     live: bool = False

@@ -28,10 +28,31 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
 
 
 @typed
+def document_mask(documents: Int[Array, "batch time"]) -> Bool[Array, "batch 1 time time"]:
+    """Return True where a query (row) and a key (column) belong to the same document.
+
+    `documents` are the numbers of each position's document. The axis of size 1 is for heads.
+    """
+    of_query = documents[:, :, None]  # batch time 1
+    of_key = documents[:, None, :]  # batch 1 time
+    return (of_query == of_key)[:, None]
+
+
+@typed
+def positions_in_documents(documents: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """Return each position's distance from the beginning of its document."""
+    position = jnp.arange(documents.shape[1])  # time
+    before = jnp.roll(documents, 1, axis=1)  # of the first position, the last one's
+    begins = (documents != before) | (position == 0)  # batch time
+    first = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
+    return position - first
+
+
+@typed
 def attention_weights(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
-    mask: Bool[Array, "query key"] | None = None,
+    mask: Bool[Array, "*leading query key"] | None = None,
     *,
     scale: float | None = None,
 ) -> Float[Array, "*batch query key"]:
@@ -39,7 +60,8 @@ def attention_weights(
     scores.
 
     Scores are scaled by `head_dim ** -0.5`, or by `scale`; the softmax is computed in at least
-    float32 (Vaswani et al. 2017, section 3.2.1). A fully masked row gets uniform weights.
+    float32 (Vaswani et al. 2017, section 3.2.1). The mask may have leading axes, which are
+    broadcast to those of the queries. A fully masked row gets uniform weights.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     # Accumulated in float32 and never rounded to 16 bits: scores whose difference bfloat16 can't
@@ -65,13 +87,13 @@ def attend(
     query: Float[Array, "*batch query head_dim"],
     key: Float[Array, "*batch key head_dim"],
     value: Float[Array, "*batch key value_dim"],
-    mask: Bool[Array, "query key"] | None = None,
+    mask: Bool[Array, "*leading query key"] | None = None,
     *,
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*batch query value_dim"]:
-    """Scaled dot-product attention: the values averaged with `attention_weights`.
+    """Scaled dot-product attention: the values averaged with `attention_weights`, under its mask.
 
     With a `dropout_key`, dropout at the rate `dropout` is applied to the weights.
     """

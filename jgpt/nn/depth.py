@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.nn.cache import KVCache
@@ -23,16 +23,18 @@ def run_blocks(
     shortcut: nnx.Param | None = None,
     *,
     cache: KVCache | None = None,
+    mask: Bool[Array, "*leading time time"] | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
     """Return the residual stream: the input of each block, then the output of the last.
 
-    A `shortcut` adds the embeddings to each input, times a learned scalar. Raises ValueError for a
+    A `shortcut` adds the embeddings to each input, times a learned scalar. A `mask` is that of each
+    block's attention. Raises ValueError for a
     cache with another number of layers.
     """
     x = shard_by_name(x, "batch", "time", None)
     if config.scan_layers and cache is None:
-        return _scanned(config, blocks, x, shortcut, rngs)
+        return _scanned(config, blocks, x, shortcut, mask, rngs)
     # A Python loop allows layers that differ, and a cache for each. On a CPU it is also faster than
     # a scan: a step took 34 ms instead of 38.
     caches = [None] * len(blocks)
@@ -46,8 +48,12 @@ def run_blocks(
 
     def call(block, x, rngs):  # not Block.__call__: a subclass may override it
         with place("blocks.*"):  # rematerialisation makes a single copy for all blocks
-            return block(x, rngs=rngs)
+            return block(x, rngs=rngs, **masked)
 
+    # A user's own block need not have this argument.
+    masked = {}
+    if mask is not None:
+        masked["mask"] = mask
     run = remat(call, full=config.remat)
     embedded = x  # batch time embed_dim
     states = []
@@ -70,6 +76,7 @@ def _scanned(
     blocks: Any,
     x: Float[Array, "batch time {config.embed_dim}"],
     shortcut: nnx.Param | None,
+    mask: Bool[Array, "*leading time time"] | None,
     rngs: nnx.Rngs | None,
 ) -> PyTree[Float[Array, "batch time {config.embed_dim}"]]:
     """Run `run_blocks` as a scan over the stacked weights of the blocks.
@@ -94,6 +101,9 @@ def _scanned(
     # Keys are drawn inside. The state of `rngs`, the counts of its streams, is carried from block
     # to block, so that a scan draws the same keys as the loop.
     rng_graph = nnx.graphdef(rngs)
+    masked = {}
+    if mask is not None:
+        masked["mask"] = mask
 
     def call(carry, layer):
         x, rng_state = carry
@@ -102,7 +112,7 @@ def _scanned(
             x = x + scale * embedded
         rngs = nnx.merge(rng_graph, rng_state)
         with place("blocks.*"):
-            y = nnx.merge(graph, weights)(x, rngs=rngs)
+            y = nnx.merge(graph, weights)(x, rngs=rngs, **masked)
         y = shard_by_name(y, "batch", "time", None)
         return (y, nnx.to_pure_dict(nnx.state(rngs))), x  # the carry, and the block's input
 

@@ -10,7 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.config import ModelConfig
 from jgpt.nn import kernels
-from jgpt.nn.attention import apply_rotary, attention_weights, causal_mask, merge_heads, split_heads
+from jgpt.nn.attention import (
+    apply_rotary,
+    attend,
+    attention_weights,
+    causal_mask,
+    merge_heads,
+    split_heads,
+)
 from jgpt.nn.cache import LayerCache
 from jgpt.nn.layers import Linear, RMSNorm, apply_dropout, columns, linear_options, residual_std
 from jgpt.nn.module import Module
@@ -194,19 +201,23 @@ class MultiHeadAttention(_Attention):
         x: Float[Array, "batch time {self.embed_dim}"],
         context: Float[Array, "batch key {self.embed_dim}"] | None = None,
         *,
+        mask: Bool[Array, "*leading time {self.source_length(x,context)}"] | None = None,
         cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
         """Apply multi-head attention with output projection.
 
-        With a `cache`, keys and values of `x` are appended to it, and `x` attends over it.
+        With a `cache`, keys and values of `x` are appended to it, and `x` attends over it. A
+        `mask`, such as a `document_mask`, excludes keys in addition to the causal mask. Its leading
+        axes are broadcast to those of the batch and the heads.
         """
         drops_weights = rngs is not None and self.dropout > 0
         # A cache has keys of the past alone, each computed once for all later queries.
-        fits_cache = self.causal and context is None and not drops_weights
+        fits_cache = self.causal and context is None and mask is None and not drops_weights
         if cache is not None and not fits_cache:
             raise ValueError(
-                "a KV cache needs causal self-attention without dropout: give no context or rngs"
+                "a KV cache needs causal self-attention without dropout: give no context, mask or "
+                "rngs"
             )
         source = x if context is None else context
         position = None  # from 0 on
@@ -215,18 +226,29 @@ class MultiHeadAttention(_Attention):
             # it.
             position = jnp.maximum(cache.positions(x), 0)  # batch time
         query, key, value = self._project(x, source, position)  # batch heads time head_dim
-        mask = self._mask(x, context)
+        causal = self._mask(x, context)
         # Drawn even if the weights are never materialised, so that the later keys stay the same.
         weights_key = self.next_dropout_key(rngs, self.dropout)
         if cache is not None:
             cache.append(key, value)
             heads = kernels.attend_over_cache(query, cache, window=self.window, scale=self.scale)
+        elif mask is not None:
+            # Plain attention over all keys: the other kernels have masks of their own.
+            heads = attend(
+                query,
+                kernels.repeat_heads(key, self.num_heads),
+                kernels.repeat_heads(value, self.num_heads),
+                mask if causal is None else mask & causal,
+                scale=self.scale,
+                dropout=self.dropout,
+                dropout_key=weights_key,
+            )
         elif self.fused and not drops_weights:  # the kernel has no dropout
             heads = kernels.fused_attend(
                 query,
                 key,
                 value,
-                causal=mask is not None,
+                causal=causal is not None,
                 window=self.window,
                 scale=self.scale,
             )
@@ -236,7 +258,7 @@ class MultiHeadAttention(_Attention):
                 query,
                 kernels.repeat_heads(key, self.num_heads),
                 kernels.repeat_heads(value, self.num_heads),
-                mask,
+                causal,
                 self.window,
                 scale=self.scale,
                 dropout=self.dropout,

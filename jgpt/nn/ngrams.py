@@ -32,14 +32,23 @@ class NGramEmbedding(Module):
 
     @typed
     def __call__(
-        self, tokens: Int[Array, "batch time"]
+        self,
+        tokens: Int[Array, "batch time"],
+        documents: Int[Array, "batch time"] | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Embed the n-grams that end at each position; -1 is a missing token."""
-        embeddings = self.table(self.rows(tokens))  # batch time sizes embed_dim
+        """Embed the n-grams that end at each position; -1 is a missing token.
+
+        With the number of each token's document, the tokens of another one are missing.
+        """
+        embeddings = self.table(self.rows(tokens, documents))  # batch time sizes embed_dim
         return embeddings.sum(axis=-2)
 
     @typed
-    def rows(self, tokens: Int[Array, "batch time"]) -> Int[Array, "batch time {len(self.sizes)}"]:
+    def rows(
+        self,
+        tokens: Int[Array, "batch time"],
+        documents: Int[Array, "batch time"] | None = None,
+    ) -> Int[Array, "batch time {len(self.sizes)}"]:
         """Return the table row of each size's n-gram, by hash."""
         time = tokens.shape[1]
         longest = max(self.sizes)
@@ -52,6 +61,9 @@ class NGramEmbedding(Module):
         for size in range(1, longest + 1):
             start = longest - size
             earlier = padded[:, start : start + time]  # batch time: the token `size - 1` before
+            if documents is not None:
+                before = jnp.pad(documents, padding, mode="edge")[:, start : start + time]
+                earlier = jnp.where(before == documents, earlier, -1)
             symbol = (earlier + 1).astype(jnp.uint32)  # 0 is a missing token
             hashed = (hashed + symbol) * jnp.uint32(_MULTIPLIER)
             # High bits are folded into low ones; otherwise the remainder below would depend only on

@@ -12,9 +12,10 @@ from typing import assert_never
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jgpt.config import Activation, ModelConfig
+from jgpt.nn.attention import document_mask, positions_in_documents
 from jgpt.nn.cache import KVCache, LayerCache
 from jgpt.nn.depth import run_blocks
 from jgpt.nn.heads import MultiHeadAttention
@@ -108,13 +109,18 @@ class Block(Module):
         self,
         x: Float[Array, "batch time {self.embed_dim}"],
         *,
+        mask: Bool[Array, "*leading time time"] | None = None,
         cache: LayerCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Apply the block. With a `cache`, append keys and values of `x`, and attend over it."""
+        """Apply the block. With a `cache`, append keys and values of `x`, and attend over it. A
+        `mask` is that of its attention."""
         # Norms are on the branches: from the embeddings to the head, the residual stream has only
         # additions, and gradients flow back the same way.
-        x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs)
+        masked = {}
+        if mask is not None:  # a user's own attention need not have this argument
+            masked["mask"] = mask
+        x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs, **masked)
         return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
 
 
@@ -181,17 +187,23 @@ class GPT(Module):
         self,
         tokens: Int[Array, "batch time"],
         *,
+        documents: Int[Array, "batch time"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
-        """Return final hidden states, the input of `logits`."""
-        return self.final_norm(self.hidden_states(tokens, cache=cache, rngs=rngs)[-1])
+        """Return final hidden states, the input of `logits`.
+
+        With the number of each token's `documents`, they are those of each document alone.
+        """
+        states = self.hidden_states(tokens, documents=documents, cache=cache, rngs=rngs)
+        return self.final_norm(states[-1])
 
     @typed
     def hidden_states(
         self,
         tokens: Int[Array, "batch time"],
         *,
+        documents: Int[Array, "batch time"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
@@ -199,16 +211,26 @@ class GPT(Module):
 
         Raises ValueError past `block_size`, and for a cache with another number of layers. With a
         cache and rotary positions, decoding may continue past `block_size`, one token at a time:
-        each layer then attends to its last `block_size` positions.
+        each layer then attends to its last `block_size` positions. With the number of each token's
+        `documents`, neither attention nor n-grams cross documents, and learned positions begin
+        again in each; a cache has no documents.
         """
-        x = self.embed(tokens, cache=cache, rngs=rngs)
-        return run_blocks(self.config, self.blocks, x, self.shortcut, cache=cache, rngs=rngs)
+        x = self.embed(tokens, documents=documents, cache=cache, rngs=rngs)
+        mask = None
+        if documents is not None:
+            if cache is not None:
+                raise ValueError("a KV cache continues one document: give cache or documents")
+            mask = document_mask(documents)
+        return run_blocks(
+            self.config, self.blocks, x, self.shortcut, cache=cache, mask=mask, rngs=rngs
+        )
 
     @typed
     def embed(
         self,
         tokens: Int[Array, "batch time"],
         *,
+        documents: Int[Array, "batch time"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.embed_dim}"]:
@@ -228,6 +250,8 @@ class GPT(Module):
                 # it.
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
                 require_in_block(position, self.block_size)
+            elif documents is not None:
+                position = positions_in_documents(documents)  # batch time
             x = x + self.position_embedding(position)
         if self.ngram_embedding is not None:
             # All features of a position at once: the table can memorise the training text, so in
@@ -239,7 +263,7 @@ class GPT(Module):
             if cache is not None:
                 # N-grams of the first tokens begin in the tokens before them, which a cache stores.
                 known_tokens = cache.append_tokens(tokens)  # batch lookback+time
-            ngrams = self.ngram_embedding(known_tokens)[:, -time:]  # batch time embed_dim
+            ngrams = self.ngram_embedding(known_tokens, documents)[:, -time:]
             x = x + keep * ngrams
         # The residual stream is at least float32: it is a sum over all blocks, and 16 bits lose a
         # small addition to a large number.

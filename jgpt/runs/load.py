@@ -73,7 +73,7 @@ def load(
     """
     run = RunDirectory.open(run_directory)
     saved = run.config()
-    config = with_code(saved, model, optimizer, tokenizer)
+    config = with_code(saved, model, optimizer, tokenizer=tokenizer)
     loaded_tokenizer = run_tokenizer(run, config.dataset.make)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)

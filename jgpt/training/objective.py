@@ -4,6 +4,7 @@ A window has `block_size` inputs and one more token. The inputs are all tokens b
 target of each input is the token after it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,33 @@ def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = 
 
     It never materialises all logits of a large batch: the head and the loss take turns on chunks.
     Dropout is applied if there are `rngs`. With weights of targets, it is their weighted mean, and
-    its weight is their sum.
+    its weight is their sum. With documents, each is computed as if it were alone. Raises ValueError
+    if the model takes no documents.
     """
-    x = model.hidden(batch.inputs, rngs=rngs)  # batch time embed_dim
+    x = _hidden(model, batch, rngs)  # batch time embed_dim
     max_rows = _max_rows(model, batch.targets.size)
     if batch.weights is None:
         return Loss(cross_entropy_from(x, batch.targets, model.logits, max_rows))
     losses = token_losses_from(x, batch.targets, model.logits, max_rows)  # batch time
     weight = batch.weights.sum()
-    return Loss((losses * batch.weights).sum() / weight, weight)
+    # In a micro-batch without counted targets, the mean is 0 and not NaN.
+    divisor = jnp.where(weight > 0, weight, 1)
+    return Loss((losses * batch.weights).sum() / divisor, weight)
+
+
+@typed
+def _hidden(
+    model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None
+) -> Float[Array, "{batch.tokens.shape[0]} {batch.tokens.shape[1]-1} features"]:
+    """Return the final hidden states of a batch's inputs."""
+    if batch.documents is None:
+        return model.hidden(batch.inputs, rngs=rngs)
+    if "documents" not in inspect.signature(model.hidden).parameters:
+        raise ValueError(
+            f"the hidden of a {type(model).__name__} takes no documents: make batches without them"
+        )
+    hidden: Any = model.hidden
+    return hidden(batch.inputs, rngs=rngs, documents=batch.documents[:, :-1])
 
 
 @typed

@@ -34,6 +34,12 @@ def lion(config, steps):
 
 def ours(config):
     return lambda model, batch, rngs: 0
+
+def rows(dataset, seed, step):
+    pass
+
+class Words:
+    vocab_size = 3
 """
 
 
@@ -90,7 +96,6 @@ def loaded(calls):
 
 
 CODE = {"model": "m.py:GPT", "tokenizer": "m.py:Chess"}
-CODE_OPTIONS = ("--model", "m.py:GPT", "--tokenizer", "m.py:Chess")
 TYPED: dict[str, set[str]] = {}
 """The options that a test of this file has typed, by command."""
 
@@ -215,7 +220,7 @@ def words_of(fields: dict) -> list[str]:
     return words
 
 
-CODE_AND_PARTS = {"make", "objective", "vocab_size", "model", "optimizer", "dataset"}
+CODE_AND_PARTS = {"make", "objective", "batches", "vocab_size", "model", "optimizer", "dataset"}
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -245,8 +250,9 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
+    data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
 
-    type_in("train", "tiny", "--resume", "--profile", 3, *code, cwd=tmp_path)
+    type_in("train", "tiny", "--resume", "--profile", 3, *code, *data, cwd=tmp_path)
     received = calls.received.pop("fit")
     assert received["resume"] is True
     assert received["overwrite"] is False
@@ -254,6 +260,8 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     assert received["config"].model.make.__name__ == "GPT"
     assert received["config"].optimizer.make.__name__ == "lion"
     assert received["config"].objective.__name__ == "ours"
+    assert received["config"].dataset.make.__name__ == "Words"
+    assert received["config"].batches.__name__ == "rows"
     type_in("train", "tiny", "--overwrite", cwd=tmp_path)
     received = calls.received.pop("fit")
     assert received["resume"] is False
@@ -268,12 +276,15 @@ def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
 
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
-    type_in(*command, "--resume", *code, cwd=tmp_path)
+    data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
+    type_in(*command, "--resume", *code, *data, cwd=tmp_path)
     assert calls["plan"]["resume"] is True
     assert calls["plan"]["overwrite"] is False
     assert calls["plan"]["config"].model.make.__name__ == "GPT"
     assert calls["plan"]["config"].optimizer.make.__name__ == "lion"
     assert calls["plan"]["config"].objective.__name__ == "ours"
+    assert calls["plan"]["config"].dataset.make.__name__ == "Words"
+    assert calls["plan"]["config"].batches.__name__ == "rows"
     type_in(*command, "--overwrite", cwd=tmp_path)
     assert calls["plan"]["resume"] is False
     assert calls["plan"]["overwrite"] is True
@@ -366,8 +377,7 @@ def test_sample(loaded, tmp_path):
     assert loaded["load"] == {
         "run_directory": "run",
         "which": 30,
-        "model": "m.py:GPT",
-        **OWN_TOKENIZER,
+        **CODE,
     }
     assert loaded["use_mesh"] == {"mesh": "data=1"}
 
@@ -524,8 +534,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     assert calls["load"] == {
         "run_directory": "run",
         "which": 30,
-        "model": "m.py:GPT",
-        **OWN_TOKENIZER,
+        **CODE,
     }
 
     calls.received.clear()
@@ -536,8 +545,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     assert calls["load"] == {
         "run_directory": "run",
         "which": 30,
-        "model": "m.py:GPT",
-        **OWN_TOKENIZER,
+        **CODE,
     }
 
 
@@ -566,8 +574,7 @@ def test_a_live_page(words, opened, calls, monkeypatch):
         "directory": "run",
         "prompt": "a b",
         "which": 30,
-        "model": "m.py:GPT",
-        **OWN_TOKENIZER,
+        **CODE,
     }
     assert browser == opened
 

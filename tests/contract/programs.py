@@ -24,7 +24,7 @@ from jgpt.data.batch import Batch
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
 from jgpt.nn import consistency, int8, models
-from jgpt.nn.attention import causal_mask
+from jgpt.nn.attention import causal_mask, document_mask, positions_in_documents
 from jgpt.nn.int8 import Int8Linear, quantise
 from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
@@ -59,6 +59,7 @@ SIZES: dict[str, set[int]] = {
 }
 """What a name may stand for in the programs below: no size is another name's by chance."""
 GENERIC = {"texts", "rows", "features", "in_features", "out_features", "choices", "chunk", "chunks"}
+GENERIC |= {"leading"}
 """Names of dimensions that may be anything."""
 BATCH, TIME, CONTEXT = 3, 7, 5
 LECTURE = ModelConfig(
@@ -131,6 +132,9 @@ def functions() -> None:
     traced(attend, *qkv, mask)
     traced(lambda key, *qkvm: attend(*qkvm, dropout=0.1, dropout_key=key), KEY, *qkv, mask)
     traced(attention_weights, *qkv[:2], mask)
+    traced(attend, *qkv, BOOL(BATCH, 1, TIME, CONTEXT))
+    traced(document_mask, TOKENS)
+    traced(positions_in_documents, TOKENS)
     local = [FLOAT(BATCH, 2, TIME, size) for size in (12, 12, 13)]
     mask = causal_mask(TIME, 5)
     windowed = functools.partial(attend_windowed, mask=mask, window=5)
@@ -162,6 +166,7 @@ def transformers() -> None:
             rngs = nnx.Rngs(dropout=key)
             model(tokens)
             model(tokens, rngs=rngs)
+            model.hidden(tokens, documents=tokens)
             model(tokens, cache=model.empty_cache(BATCH))
             model.attention_weights(tokens)
 
@@ -231,6 +236,9 @@ def training() -> None:
 
     traced(own_objective, abstract_state(TRAIN).weights, INT(4, 9), KEY)
     traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
+    gpt = model_of(LECTURE)
+    packed = jax.tree_util.Partial(lambda *arrays: next_token_loss(gpt, Batch(*arrays)).value)
+    traced(packed, INT(4, 9), FLOAT(4, 8), INT(4, 9))
     held_out = np.zeros(31, np.uint16)
     batches.evaluation_windows(held_out, 8, 4)
     evaluator = Evaluator(TRAIN, held_out, parameters=17 * 17)

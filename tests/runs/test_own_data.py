@@ -1,4 +1,4 @@
-"""Data of many kinds: each trains, is killed and resumed, and trains on a mesh of two devices.
+"""Data of many kinds: each trains, is killed and resumed, and trains on a mesh of eight devices.
 
 DNA, moves of chess and notes as tokens; padding and prompts that are not learned; a mixture of two
 texts; and a curriculum of lengths. The resumed run ends bitwise equal to one without a kill.
@@ -144,7 +144,7 @@ class KillAt(Progress):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, "data=2"])
+@pytest.mark.parametrize("mesh", [None, "data=4,tensor=2"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_it_trains_and_a_killed_run_ends_as_one_that_was_not(tmp_path, kind, mesh):
     options, data = kind(tmp_path)
@@ -179,6 +179,7 @@ def test_nothing_is_learned_where_weights_are_zero(tmp_path):
 
     def other_padding(dataset, seed, step):
         batch = padded(dataset, seed, step)
+        assert batch.weights is not None
         targets = jnp.where(batch.weights > 0, batch.targets, 7)
         tokens = jnp.concatenate([batch.tokens[:, :1], targets], axis=1)
         # inputs before the first counted target stay, since they are its context
