@@ -55,7 +55,9 @@ def _loaded(
 
         status.update("loading the model")
         with use_mesh(mesh):
-            loaded, tokenizer, config = load(run, which=which, **code)
+            loaded, tokenizer, config = load(
+                run, which=which, model=code["model"], tokenizer=code["tokenizer"]
+            )
     # outside of the import, in which Ctrl-C ends the process at once
     with use_mesh(mesh):
         if weights == "int8":

@@ -251,7 +251,7 @@ class CustomTokenizer:
         self._tokenizer = tokenizer
 
     @classmethod
-    def of(cls, make: Any) -> Self:
+    def of(cls, make: Any) -> "CustomTokenizer":
         """Wrap an object with `encode`, `decode` and `vocab_size`, or what makes one without
         arguments.
 

@@ -1,6 +1,7 @@
 """Document masks: several documents in one window, each as if it were alone."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_without_documents_a_block_of_one_s_own_needs_no_mask():
         def __call__(self, x, *, cache=None, rngs=None):
             return self.block(x, cache=cache, rngs=rngs)
 
-    own = random_gpt("gpt2")
+    own: Any = random_gpt("gpt2")
     own.blocks = nnx.List(Plain(block) for block in own.blocks)
     tokens = tokens_of(1, batch=1)
 
