@@ -380,6 +380,10 @@ class _Flattener:
             return operands
         if name == "scan":
             return self._unrolled(parameters, operands, line)
+        if name == "unstack":  # since JAX 0.12
+            axis = parameters["axis"]
+            count = len(equation.outvars)
+            return [self._part(operands[0], index, axis) for index in range(count)]
         if name in _OF_KEYS:
             return self._of_keys(equation, operands, line)
         if name not in PRIMITIVES:
@@ -432,8 +436,8 @@ class _Flattener:
         """Return the results of a scan, whose body is repeated: layers are few."""
         body = parameters["jaxpr"]
         length = parameters["length"]
-        first_carry = parameters["num_consts"]
-        first_stacked = first_carry + parameters["num_carry"]
+        first_carry, carried = _scan_sizes(parameters)
+        first_stacked = first_carry + carried
         constants = operands[:first_carry]
         carry = operands[first_carry:first_stacked]
         stacked = operands[first_stacked:]
@@ -444,10 +448,10 @@ class _Flattener:
         for index in indices:
             parts = [self._part(number, index) for number in stacked]
             results = self.run(body.jaxpr, body.consts, [*constants, *carry, *parts], line)
-            carry = results[: parameters["num_carry"]]
-            made[index] = results[parameters["num_carry"] :]
+            carry = results[:carried]
+            made[index] = results[carried:]
         outputs = list(carry)
-        for place, variable in enumerate(body.jaxpr.outvars[parameters["num_carry"] :]):
+        for place, variable in enumerate(body.jaxpr.outvars[carried:]):
             shape = (length, *variable.aval.shape)
             result = jax.ShapeDtypeStruct(shape, variable.aval.dtype)
             if length == 0:
@@ -459,14 +463,16 @@ class _Flattener:
             outputs += self.emit("stack", parts, [result], {"axis": 0})
         return outputs
 
-    def _part(self, number: int, index: int) -> int:
-        """Return one entry along the first axis."""
+    def _part(self, number: int, index: int, axis: int = 0) -> int:
+        """Return one entry along an axis."""
         dtype, shape = self.types[number]
-        starts = (index, *[0] * (len(shape) - 1))
-        part = jax.ShapeDtypeStruct((1, *shape[1:]), dtype)
+        starts = tuple(index if other == axis else 0 for other in range(len(shape)))
+        before = shape[:axis]
+        after = shape[axis + 1 :]
+        part = jax.ShapeDtypeStruct((*before, 1, *after), dtype)
         slice_parameters = {"start_indices": starts, "strides": None}
         (sliced,) = self.emit("slice", [number], [part], slice_parameters)
-        whole = jax.ShapeDtypeStruct(shape[1:], dtype)
+        whole = jax.ShapeDtypeStruct((*before, *after), dtype)
         (squeezed,) = self.emit("squeeze", [sliced], [whole], {})
         return squeezed
 
@@ -501,6 +507,14 @@ class _Flattener:
             arguments.append(jax.ShapeDtypeStruct(shape, dtype))
         closed = jax.make_jaxpr(program)(*arguments)
         return self.run(closed.jaxpr, closed.consts, operands, line)
+
+
+def _scan_sizes(parameters: Parameters) -> tuple[int, int]:
+    """Return the numbers of a scan's constants and of what it carries."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    constants, carry, _ = parameters["ft_in"].unpack()  # since JAX 0.12
+    return len(constants), len(carry)
 
 
 def _inner_jaxpr(parameters: Parameters) -> Any:

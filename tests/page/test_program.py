@@ -185,7 +185,8 @@ def look_of(name: str) -> Look:
 def inputs_of(look: Look) -> dict[str, Any]:
     """Inputs with changes of every kind."""
     inputs = look.neutral_inputs(look.model.block_size)
-    inputs["tokens"][0, : len(TOKENS)] = TOKENS
+    tokens = TOKENS[: look.model.block_size]  # a bigram model's block has one token
+    inputs["tokens"][0, : len(tokens)] = tokens
     random = np.random.default_rng(1)
     if inputs["heads"].size:
         inputs["heads"][-1, -1] = 0.5
