@@ -548,6 +548,24 @@ class BPETokenizer:
         """Write `vocab.json` and `merges.txt` into a directory."""
         self._backend.model.save(str(directory))
 
+    @functools.cached_property
+    def end(self) -> tuple[int, ...]:
+        """The tokens that `encode` puts after a text."""
+        return _tokens_after_text(self)
+
+    def token_texts(self) -> list[str]:
+        """Return `text_of_token` of each token, all at once."""
+        pairs = [[token, token] for token in range(self.vocab_size)]
+        with _failures_raised():
+            first = self._backend.decode_batch([[token] for token, _ in pairs], False)
+            both = self._backend.decode_batch(pairs, False)
+        texts = []
+        for one, two in zip(first, both, strict=True):
+            texts.append(two[len(one) :])
+        for token in self._whole_texts:
+            texts[token] = text_of_token(self, token)
+        return texts
+
     @property
     def end_of_text(self) -> int | None:
         """The token of `<|endoftext|>`, which separates documents, or None."""

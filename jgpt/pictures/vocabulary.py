@@ -1,0 +1,439 @@
+"""What of a tokenizer goes into a page: plain JSON, which `page/tokenizer.js` encodes with.
+
+`vocabulary_of` returns one of four kinds. Characters, bytes and byte-level byte-pairs give the same
+tokens in the page as in Python. Of any other tokenizer the page has the texts of its tokens, to
+choose from.
+"""
+
+import base64
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from jgpt.data.tokenizers import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+    bytes_of_letters,
+)
+
+NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern of words in the tokenizers library's ByteLevel."""
+MOST_CLASSES = 16
+"""The limit of distinct classes of code points in a pattern; each takes a second to find."""
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+
+
+class Untranslatable(ValueError):
+    """A part of a tokenizer that JavaScript has no equal for."""
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a page needs of a tokenizer, as plain JSON data.
+
+    Its `kind` is "characters", "bytes" or "byte_pairs"; or "list", with the `texts` of all tokens
+    and the `reason` why a text can't be encoded in the page.
+    """
+    if isinstance(tokenizer, CharTokenizer):
+        # As numbers: two lone surrogates side by side would be read as another character.
+        return {"kind": "characters", "code_points": [ord(one) for one in tokenizer.characters]}
+    if isinstance(tokenizer, ByteTokenizer):
+        return {"kind": "bytes"}
+    if isinstance(tokenizer, NumberTokenizer):
+        texts = [str(token) for token in range(tokenizer.vocab_size)]
+        reason = "its tokens have no text"
+        return {"kind": "list", "texts": texts, "separator": " ", "reason": reason}
+    try:
+        return _byte_pairs(tokenizer)
+    except Untranslatable as error:
+        texts = tokenizer.token_texts()
+        return {"kind": "list", "texts": texts, "separator": "", "reason": str(error)}
+
+
+def _byte_pairs(tokenizer: BPETokenizer) -> dict[str, Any]:
+    values = json.loads(tokenizer.to_hf().to_str())
+    model = values["model"]
+    forms = _normal_forms(values["normalizer"])
+    vocabulary = _byte_level_vocabulary(model)
+    if (values["decoder"] or {}).get("type") != "ByteLevel":
+        raise Untranslatable("its decoder is not byte-level")
+    steps, classes = _steps(values["pre_tokenizer"])
+    merges, singles = _merges(vocabulary, model["merges"])
+    return {
+        "kind": "byte_pairs",
+        "size": tokenizer.vocab_size,
+        "singles": singles,
+        "merges": merges,
+        "whole_words": bool(model.get("ignore_merges")),
+        "forms": forms,
+        "steps": steps,
+        "classes": classes,
+        "added": _added_tokens(tokenizer, values["added_tokens"]),
+        "begin": list(tokenizer.begin),
+        "end": _tokens_after(tokenizer, values["post_processor"]),
+    }
+
+
+def _byte_level_vocabulary(model: dict[str, Any]) -> dict[str, int]:
+    """Return the vocabulary of byte-pairs that need no token for what is unknown."""
+    if model["type"] != "BPE":
+        raise Untranslatable(f"it is {model['type']}, not byte-pairs")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise Untranslatable(f"it has a {name}")
+    vocabulary = model["vocab"]
+    missing = set()
+    for letter, byte in bytes_of_letters().items():
+        if letter not in vocabulary and byte not in NEVER_IN_UTF8:
+            missing.add(byte)
+    # Without these settings, a byte that has no token is dropped.
+    if missing and (model.get("unk_token") or model.get("byte_fallback")):
+        raise Untranslatable(f"{len(missing)} bytes have no token")
+    return vocabulary
+
+
+def _normal_forms(normalizer: Any) -> list[str]:
+    match normalizer:
+        case None:
+            return []
+        case {"type": "Sequence", "normalizers": list(parts)}:
+            forms = []
+            for part in parts:
+                forms.extend(_normal_forms(part))
+            return forms
+        case {"type": str(kind)} if kind in NORMAL_FORMS:
+            return [kind]
+    raise Untranslatable(f"its normalizer is {normalizer.get('type')}")
+
+
+def _added_tokens(tokenizer: BPETokenizer, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    tokens = []
+    for token in added:
+        text = token["content"]
+        if text == "":
+            raise Untranslatable("an added token has no text")
+        # A token of letters of the byte-level alphabet may stand for bytes or for its own text.
+        is_literal = tokenizer.decode([token["id"]]) == text
+        flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        tokens.append({"id": token["id"], "text": text, "literal": is_literal} | flags)
+    return tokens
+
+
+def _tokens_after(tokenizer: BPETokenizer, processor: Any) -> list[int]:
+    """Return the tokens after a text, of a template that has the text once."""
+    parts = [processor]
+    if isinstance(processor, dict) and processor["type"] == "Sequence":
+        parts = processor["processors"]
+    for part in parts:
+        match part:
+            case None | {"type": "ByteLevel"}:  # this changes offsets, not tokens
+                continue
+            case {"type": "TemplateProcessing", "single": list(pieces)}:
+                if sum("Sequence" in piece for piece in pieces) == 1:
+                    continue
+        raise Untranslatable("its post_processor is no template of one text")
+    return list(tokenizer.end)
+
+
+# --- merges --------------------------------------------------------------------------------------
+
+
+def _merges(
+    vocabulary: dict[str, int], merges: list[Any]
+) -> tuple[dict[str, Any], list[tuple[int, str]]]:
+    """Return the merges as three columns of tokens, and the tokens that no merge makes.
+
+    A token that is made by a merge has no text here: it is that of the two parts.
+    """
+    ranks: dict[tuple[int, int], int] = {}
+    made: dict[tuple[int, int], int] = {}
+    for rank, merge in enumerate(merges):
+        one, other = merge.split(" ") if isinstance(merge, str) else merge
+        if one == "" or other == "":
+            raise Untranslatable("a merge has an empty part")
+        pair = vocabulary[one], vocabulary[other]
+        ranks[pair] = rank  # as in the library, the last of equal merges counts
+        made[pair] = vocabulary[one + other]
+    pairs = sorted(ranks, key=lambda pair: ranks[pair])
+
+    results = set(made.values())
+    known = set(vocabulary.values()) - results
+    singles = sorted((token, text) for text, token in vocabulary.items() if token in known)
+    for pair in pairs:
+        if known.issuperset(pair):
+            known.add(made[pair])
+    # A merge that comes before those that make its parts leaves its token without a text.
+    singles += sorted((token, text) for text, token in vocabulary.items() if token not in known)
+
+    merged = [made[pair] for pair in pairs]
+    columns = {
+        "left": _packed([one for one, _ in pairs]),
+        "right": _packed([other for _, other in pairs]),
+        "merged": _packed(merged),
+    }
+    if all(following == token + 1 for token, following in pairwise(merged)):
+        columns["merged"] = {"first": merged[0] if merged else 0}
+    return columns, singles
+
+
+def _packed(integers: Sequence[int]) -> dict[str, Any]:
+    """Return integers as bytes in base64: all lowest bytes first, then all second ones, and so on.
+
+    In this order gzip makes them smaller, since higher bytes are often equal.
+    """
+    width = max(1, -(-max(integers, default=0).bit_length() // 8))
+    values = np.array(integers, "<u4").view(np.uint8).reshape(-1, 4)[:, :width]
+    return {"width": width, "data": base64.b64encode(values.T.tobytes()).decode()}
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _steps(pre_tokenizer: Any) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
+    """Return the steps that split a text into words, and the classes in their patterns."""
+    parts = [pre_tokenizer]
+    if isinstance(pre_tokenizer, dict) and pre_tokenizer["type"] == "Sequence":
+        parts = pre_tokenizer["pretokenizers"]
+    kinds = [(part or {}).get("type") for part in parts]
+    if kinds.count("ByteLevel") != 1 or kinds[-1] != "ByteLevel":
+        raise Untranslatable("its pre_tokenizer does not end in bytes")
+    steps: list[dict[str, Any]] = []
+    patterns = []
+    for part in parts:
+        match part:
+            case {"type": "ByteLevel"}:
+                if part["add_prefix_space"]:
+                    steps.append({"prefix": " "})
+                if part.get("use_regex", True):
+                    patterns.append(GPT2_WORDS)
+                    steps.append({"split": translate(GPT2_WORDS)})
+            case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
+                patterns.append(pattern)
+                steps.append({"split": translate(pattern)})
+            case {"type": "Digits", "individual_digits": bool(is_individual)}:
+                pattern = r"\p{N}" if is_individual else r"\p{N}+"
+                patterns.append(pattern)
+                steps.append({"split": translate(pattern)})
+            case _:
+                raise Untranslatable(f"its pre_tokenizer has {part['type']}")
+    names = sorted(set(re.findall(r"\\p\{(\w+)\}", " ".join(patterns))))
+    if r"\d" in "".join(patterns):
+        names.append("Nd")
+    if len(names) > MOST_CLASSES:
+        raise Untranslatable(f"its patterns have more than {MOST_CLASSES} classes")
+    return steps, {name: list(_class_of(name)) for name in names}
+
+
+@functools.cache
+def _class_of(name: str) -> tuple[int, ...]:
+    r"""Return the code points of `\p{name}` as gaps and lengths of ranges, in turn.
+
+    The library knows another version of Unicode than a browser does: of 141,028 letters of
+    Unicode 16, a browser of Unicode 17 has 4,644 more. So the library itself is asked.
+    """
+    # Planes 4 to 13 have no characters, and those from 15 on are for private use.
+    asked = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
+    splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(rf"\p{{{name}}}+"), "removed")
+    outside = np.zeros(len(asked), bool)
+    for _, (start, end) in splitter.pre_tokenize_str("".join(map(chr, asked))):
+        outside[start:end] = True
+    inside = np.zeros(0xE1001, np.int8)
+    inside[asked] = ~outside
+    borders = np.flatnonzero(np.diff(inside, prepend=0))
+    return tuple(np.diff(borders, prepend=0).tolist())
+
+
+@dataclass(frozen=True)
+class _Translated:
+    """A part of a pattern in JavaScript."""
+
+    source: str
+    can_be_empty: bool = False
+    repeats: bool = False
+    """Whether it has a repetition without a limit."""
+
+
+def translate(pattern: str) -> str:
+    r"""Translate a regular expression of the tokenizers library, which is Oniguruma's, to
+    JavaScript's with the flag u.
+
+    A class `\p{name}` is left for the page, inside brackets. Raises Untranslatable for what is not
+    needed for words: anchors, captures by name, possessive and lazy repetitions, a repetition
+    inside a repetition, and a pattern that matches an empty text.
+    """
+    parser = _Parser(pattern)
+    found = parser.alternatives()
+    if parser.place < len(pattern):
+        raise Untranslatable(parser.error())
+    if found.can_be_empty:
+        raise Untranslatable(f"its pattern {pattern!r} matches an empty text")
+    return found.source
+
+
+class _Parser:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.place = 0
+        self.ignores_case = False
+
+    def error(self) -> str:
+        """Say where the pattern can't be translated."""
+        shown = self.pattern[self.place : self.place + 20]
+        return f"its pattern has {shown!r}, which the page can't translate"
+
+    def take(self, text: str) -> bool:
+        """Skip a text if it comes next; return whether it did."""
+        is_next = self.pattern.startswith(text, self.place)
+        if is_next:
+            self.place += len(text)
+        return is_next
+
+    def match(self, expression: str) -> re.Match[str] | None:
+        """Skip what an expression of Python matches here."""
+        found = re.compile(expression).match(self.pattern, self.place)
+        if found:
+            self.place = found.end()
+        return found
+
+    def alternatives(self) -> _Translated:
+        """Read alternatives up to the end, or up to a closing parenthesis."""
+        parts = [self.sequence()]
+        while self.take("|"):
+            parts.append(self.sequence())
+        return _Translated(
+            "|".join(part.source for part in parts),
+            can_be_empty=any(part.can_be_empty for part in parts),
+            repeats=any(part.repeats for part in parts),
+        )
+
+    def sequence(self) -> _Translated:
+        """Read parts that follow each other."""
+        parts = []
+        while self.place < len(self.pattern) and self.pattern[self.place] not in "|)":
+            parts.append(self.repeated())
+        return _Translated(
+            "".join(part.source for part in parts),
+            can_be_empty=all(part.can_be_empty for part in parts),
+            repeats=any(part.repeats for part in parts),
+        )
+
+    def repeated(self) -> _Translated:
+        """Read one part and its repetition."""
+        part = self.atom()
+        found = self.match(r"[*+?]|\{(\d{1,3})(,(\d{0,3}))?\}")
+        if not found:
+            return part
+        if re.compile(r"[*+?{]").match(self.pattern, self.place):  # possessive, lazy or twice
+            raise Untranslatable(self.error())
+        has_limit = found[0] == "?" or (found[0][0] == "{" and found[0][-2] != ",")
+        # Nested repetitions may take exponential time.
+        if part.can_be_empty or (part.repeats and not has_limit):
+            raise Untranslatable(self.error())
+        return _Translated(
+            part.source + found[0],
+            can_be_empty=found[0][0] in "*?" or found[1] == "0",
+            repeats=part.repeats or not has_limit,
+        )
+
+    def atom(self) -> _Translated:
+        """Read a group, a look ahead, a class or a character."""
+        if self.take("(?i:"):
+            return self.group(ignores_case=True)
+        if self.take("(?:"):
+            return self.group(ignores_case=self.ignores_case)
+        for look_ahead in ("(?!", "(?="):
+            if self.take(look_ahead):
+                found = self.group(ignores_case=self.ignores_case)
+                source = look_ahead + found.source.removeprefix("(?:")
+                return _Translated(source, can_be_empty=True)
+        if self.take("["):
+            return _Translated(self.bracket())
+        escaped = self.escape()
+        if escaped is not None:
+            return _Translated(escaped if escaped.startswith(r"\u") else f"[{escaped}]")
+        character = self.pattern[self.place]
+        if character in r"\^$.*+?()[]{}":
+            raise Untranslatable(self.error())
+        self.place += 1
+        return _Translated(self.letter(character))
+
+    def group(self, *, ignores_case: bool) -> _Translated:
+        """Read a group up to its closing parenthesis."""
+        before = self.ignores_case
+        self.ignores_case = ignores_case
+        found = self.alternatives()
+        self.ignores_case = before
+        if not self.take(")"):
+            raise Untranslatable(self.error())
+        return _Translated(f"(?:{found.source})", found.can_be_empty, found.repeats)
+
+    def letter(self, character: str) -> str:
+        """Return a character, or the characters that are equal to it where case is ignored."""
+        if not self.ignores_case:
+            return _code_point(character)
+        # Some letters equal two others, as the ligature of s and t does.
+        following = self.pattern[self.place - 1 : self.place + 1].lower()
+        if not character.isascii() or following in ("ff", "fi", "fl", "ss", "st"):
+            raise Untranslatable(self.error())
+        same = {character.lower(), character.upper()}
+        same |= {"s": {"\u017f"}, "k": {"\u212a"}}.get(character.lower(), set())
+        return "[" + "".join(_code_point(one) for one in sorted(same)) + "]"
+
+    def bracket(self) -> str:
+        """Read a class in brackets."""
+        if self.ignores_case:
+            raise Untranslatable(self.error())
+        source = "[^" if self.take("^") else "["
+        if self.take("]"):
+            raise Untranslatable(self.error())
+        while not self.take("]"):
+            escaped = self.escape()
+            if escaped is not None:
+                source += escaped
+                continue
+            found = self.match(r"([^\\\[\]&^-])(?:-([^\\\[\]&^-]))?")
+            if not found:
+                raise Untranslatable(self.error())
+            source += _code_point(found[1])
+            if found[2]:
+                source += "-" + _code_point(found[2])
+        return source + "]"
+
+    def escape(self) -> str | None:
+        r"""Read a backslash and what it stands for, or return None."""
+        if not self.pattern.startswith("\\", self.place):
+            return None
+        name = self.match(r"\\p\{(\w+)\}")
+        if name:
+            if self.ignores_case:
+                raise Untranslatable(self.error())
+            return rf"\p{{{name[1]}}}"
+        for text, source in (
+            (r"\s", r"\p{White_Space}"),
+            (r"\S", r"\P{White_Space}"),
+            (r"\d", r"\p{Nd}"),
+        ):
+            if self.take(text):
+                return source
+        character = self.match(r"\\([rntf]|[^\w\s])")
+        if not character:
+            raise Untranslatable(self.error())
+        return _code_point(
+            {"r": "\r", "n": "\n", "t": "\t", "f": "\f"}.get(character[1], character[1])
+        )
+
+
+def _code_point(character: str) -> str:
+    return rf"\u{{{ord(character):x}}}"

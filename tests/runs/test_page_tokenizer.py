@@ -1,0 +1,575 @@
+"""The page's tokenizer in JavaScript gives the tokens that Python gives, for any text."""
+# ruff: noqa: RUF001
+
+import functools
+import gzip
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers as tk
+
+import jgpt
+from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
+from jgpt.data.tokenizers import NumberTokenizer, Tokenizer, text_of_token
+from jgpt.pictures import page as html
+from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
+from tests.browser import CHROMIUM
+from tests.data.test_special_tokens import llama2, with_template
+
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="there is no node to run the script in")
+SCRIPT = Path(jgpt.__file__).parent / "pictures" / "page" / "tokenizer.js"
+SURROGATE = "the text contains a lone surrogate, which UTF-8 cannot represent"
+DRIVER = """
+const read = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const tried = act => {
+  try { return act(); } catch (error) { return error.message; }
+};
+const answers = read.map(({ vocabulary, texts, ids, single }) => {
+  const times = [];
+  let tokenizer;
+  for (let i = 0; i < 3; i++) {
+    const began = process.cpuUsage();
+    tokenizer = makeTokenizer(vocabulary);
+    tried(() => tokenizer.encode("a"));
+    const { user, system } = process.cpuUsage(began);  // a busy machine changes it less
+    times.push((user + system) / 1000);
+  }
+  return {
+    milliseconds: Math.min(...times),
+    encoded: texts.map(text => tried(() => tokenizer.encode(text))),
+    decoded: ids.map(list => tried(() => tokenizer.decode(list))),
+    single: single.map(token => tokenizer.textOf(token)),
+    size: tokenizer.size,
+  };
+});
+console.log(JSON.stringify(answers));
+"""
+
+
+def in_node(
+    *asked: dict[str, Any], script: str = SCRIPT.read_text(encoding="utf-8")
+) -> list[dict[str, Any]]:
+    """What the script answers, for one tokenizer after another, in one process."""
+    assert NODE is not None
+    full = [{"texts": [], "ids": [], "single": []} | each for each in asked]
+    done = subprocess.run(
+        [NODE, "-e", script + DRIVER],
+        input=json.dumps(full),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+LEARNT = [
+    Path(json.__file__).read_text(encoding="utf-8"),
+    "don't WE'LL they're 'Sunday  1234567 12,5 ½ ²\r\n\r\n\t\t   \n\n caf\u00e9 stra\u00dfe",
+    "Привет мир, как дела? 你好世界 こんにちは שלום עולם مرحبا بالعالم हिन्दी 🙂🙂👨‍👩‍👧 é é",
+] * 2
+
+
+def byte_level(pre_tokenizer: Any, vocab_size: int, special: list[str], normalizer: Any = None):
+    backend = tk.Tokenizer(tk.models.BPE())
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = tk.decoders.ByteLevel()
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=special,
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(LEARNT, trainer)
+    return backend
+
+
+def split_into(words: str, *more: Any) -> Any:
+    split = tk.pre_tokenizers.Split(tk.Regex(words), "isolated")
+    bytes_only = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tk.pre_tokenizers.Sequence([split, *more, bytes_only])
+
+
+def llama3() -> BPETokenizer:
+    """Whole words before merges, and a token that begins a text."""
+    special = ["<|begin_of_text|>", "<|eot_id|>"]
+    backend = byte_level(split_into(LLAMA3_WORDS), 900, special)
+    values = json.loads(with_template(backend, begin="<|begin_of_text|>").to_str())
+    # Words that no merges make, as in Llama 3.
+    values["model"]["ignore_merges"] = True
+    values["model"]["vocab"] |= {"Ġdecode": 900, "xyzzy": 901}
+    return BPETokenizer.from_hf(values)
+
+
+def qwen() -> BPETokenizer:
+    """The normal form C, digits one by one, and rows of the embedding without a text."""
+    normalizer = tk.normalizers.NFC()
+    backend = byte_level(split_into(QWEN_WORDS), 800, ["<|im_start|>", "<|im_end|>"], normalizer)
+    return BPETokenizer(backend, vocab_size=850)
+
+
+def smollm() -> BPETokenizer:
+    digits = tk.pre_tokenizers.Digits(individual_digits=True)
+    words = tk.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    parts = tk.pre_tokenizers.Sequence([digits, words])
+    return BPETokenizer(byte_level(parts, 700, ["<|endoftext|>"]))
+
+
+def with_added() -> BPETokenizer:
+    """Added tokens of all kinds, one of which is a letter of the byte-level alphabet."""
+    normalizer = tk.normalizers.Sequence([tk.normalizers.NFKC(), tk.normalizers.NFD()])
+    backend = byte_level(split_into(LLAMA3_WORDS), 600, ["<|a|>"], normalizer)
+    backend.add_tokens(
+        [
+            tk.AddedToken("<left>", lstrip=True, normalized=False),
+            tk.AddedToken("<right>", rstrip=True, normalized=False),
+            tk.AddedToken("<both>", lstrip=True, rstrip=True, normalized=True),
+            tk.AddedToken("word", single_word=True, normalized=False),
+            tk.AddedToken("caf\u00e9", normalized=True),
+            tk.AddedToken("ﬁ", normalized=True),
+            tk.AddedToken("\u00e9", normalized=False),
+            tk.AddedToken("<|", normalized=False),
+            tk.AddedToken(" two words ", normalized=True),
+        ]
+    )
+    return BPETokenizer(backend)
+
+
+@functools.cache
+def gpt2(directory: Path) -> BPETokenizer:
+    return BPETokenizer.from_gpt2(directory / "gpt2-bpe")
+
+
+def out_of_order() -> BPETokenizer:
+    """Merges before those that make their parts, and bytes that have no token."""
+    vocabulary = {letter: token for token, letter in enumerate("Ġabcdefg")}
+    vocabulary |= {"abc": 8, "ab": 10, "bc": 11, "abcd": 13, "dd": 14, "ddd": 15}
+    vocabulary |= {"fg": 16, "fgf": 17}
+    merges = [
+        ("fg", "f"),
+        ("f", "g"),
+        ("ab", "c"),
+        ("a", "b"),
+        ("b", "c"),
+        ("abc", "d"),
+        ("a", "bc"),
+        ("d", "d"),
+    ]
+    model = tk.models.BPE(vocab=vocabulary, merges=[*merges, ("dd", "d"), ("b", "c")])
+    backend = tk.Tokenizer(model)
+    backend.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tk.decoders.ByteLevel()
+    return BPETokenizer(backend)
+
+
+CHARACTERS = CharTokenizer.from_text("".join(LEARNT) + "\ud800\0\x85\ufeff")
+TRAINED: dict[str, Callable[[], Tokenizer]] = {
+    "characters": lambda: CHARACTERS,
+    "bytes": ByteTokenizer,
+    "trained": lambda: BPETokenizer.train(LEARNT, 600),
+    "llama3": llama3,
+    "qwen": qwen,
+    "smollm": smollm,
+    "with_added": with_added,
+    "out_of_order": out_of_order,
+}
+
+
+@pytest.fixture(scope="module")
+def every_tokenizer(data_directory) -> dict[str, Tokenizer]:
+    made = {name: make() for name, make in TRAINED.items()}
+    made["gpt2"] = gpt2(data_directory)
+    return made
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+CONTRACTIONS = "'s 'S 'ſ 'T 'll 'LL 'lL 're 'Ve 'd ' '' ’s 'x ſ K st ﬆ ß ẞ ss"
+PIECES = [
+    *CONTRACTIONS.split(),
+    *(" ", "  ", "   ", "\t", "\n", "\r\n", "\r", "\n\n \n", "\xa0", "\u2028", "\x85", "\x1c"),
+    *("\u200b", "\ufeff", "\u3000", "\u180e", "\x0b\x0c", "\0", "\ufffd", "\U0010ffff"),
+    *("1", "12", "1234567", "½", "²", "٣", "Ⅷ", "一", "𝟘", "1,234.5"),
+    *("a", "word", "words", "Word", "The", "decode", "xyzzy", "def", "self", "import", "return"),
+    *("abcd", "abc", "ddd", "dddd", "aab", "e\u0301", "\u00e9", "caf\u00e9", "cafe\u0301"),
+    *("ﬁ", "Å", "\u1e9b\u0323", "한국어", "\u1112\u1161\u11ab", "नमस्ते", "שָׁלוֹם", "مَرحبا"),
+    *(
+        "Привет",
+        "你好",
+        "世界",
+        "🙂",
+        "👨‍👩‍👧",
+        "👍🏽",
+        "🇩🇪",
+        "❤\ufe0f",
+        "\u0301",
+        "\u200d",
+        "\u200f",
+    ),
+    *(".", "..", "...", "_", "__", "!?", "->", "//", "{}", "$%", "</script>", "{{style}}"),
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|a|>"),
+    *("<left>", "<right>", "<both>", "<|", " two words ", "<0xFF>", "ÿ", "Ġ", "\ud800", "\udc00"),
+]
+FIXED = [
+    "",
+    " ",
+    "\ud800",
+    "a\udfff b",
+    "<|begin_of_text|>a",
+    "<|begin_of_text|><|begin_of_text|>",
+    "don't  we'll\r\n 123456 caf\u00e9 cafe\u0301",
+    "a" * 3000,
+    " " * 600 + "x",
+    "\u00e9 " * 300,
+    "abcabcdddd ddd",
+    "fgfgfg fgfg",
+]
+
+
+def random_texts(count: int, seed: int) -> list[str]:
+    """Texts of these pieces, of other code points, and of both."""
+    draw = random.Random(seed)
+    real = "".join(LEARNT)
+    texts = list(FIXED)
+    while len(texts) < count:
+        kind = draw.randrange(4)
+        text = ""
+        for _ in range(draw.randrange(1, 14)):
+            if kind == 0:
+                text += draw.choice(PIECES)
+            elif kind == 1:
+                text += chr(draw.choice([0x80, 0x800, 0x3000, 0x10000, 0x20000, 0x110000]) - 1)
+                text += chr(draw.randrange(draw.choice([0x80, 0x800, 0xD800, 0x20000, 0x110000])))
+            elif kind == 2:
+                start = draw.randrange(len(real))
+                text += real[start : start + draw.randrange(40)] + draw.choice(PIECES)
+            else:
+                text += chr(draw.randrange(0x3000)) + draw.choice(["", " ", draw.choice(PIECES)])
+        if kind != 0 or draw.random() < 0.95:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        texts.append(text)
+    return texts
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int] | str:
+    try:
+        return tokenizer.encode(text).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Equal tokens; an error names the same place, whatever its quotation marks."""
+    if isinstance(expected, str) and expected.startswith("unknown character"):
+        expected_place = expected[expected.index("at position") :].partition(":")[0]
+        return isinstance(found, str) and f" {expected_place}:" in found
+    return found == expected
+
+
+def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None:
+    """Texts encode as in Python, tokens decode as in Python, and so does any list of tokens."""
+    draw = random.Random(seed)
+    asked = []
+    for tokenizer in tokenizers.values():
+        texts = random_texts(count, seed)
+        size = tokenizer.vocab_size
+        ids = [[draw.randrange(size) for _ in range(draw.randrange(8))] for _ in range(count)]
+        ids += [found for text in texts if isinstance(found := encoded(tokenizer, text), list)]
+        single = draw.sample(range(size), min(size, count))
+        asked.append({"texts": texts, "ids": ids, "single": single})
+
+    answers = in_node(
+        *(
+            {"vocabulary": vocabulary_of(tokenizer)} | each
+            for tokenizer, each in zip(tokenizers.values(), asked, strict=True)
+        )
+    )
+
+    for (name, tokenizer), each, answer in zip(tokenizers.items(), asked, answers, strict=True):
+        assert answer["size"] == tokenizer.vocab_size
+        for text, found in zip(each["texts"], answer["encoded"], strict=True):
+            expected = encoded(tokenizer, text)
+            assert same(found, expected), (name, text, found, expected)
+        for ids, text in zip(each["ids"], answer["decoded"], strict=True):
+            assert text == tokenizer.decode(ids), (name, ids)
+        for token, text in zip(each["single"], answer["single"], strict=True):
+            assert text == text_of_token(tokenizer, token), (name, token)
+
+
+@needs_node
+def test_texts_have_the_tokens_of_python(every_tokenizer):
+    check_equal(every_tokenizer, 250, seed=1)
+
+
+@pytest.mark.slow
+@needs_node
+@pytest.mark.parametrize("name", [*TRAINED, "gpt2"])
+def test_ten_thousand_texts_have_the_tokens_of_python(every_tokenizer, name):
+    check_equal({name: every_tokenizer[name]}, 10_000, seed=2)
+
+
+# --- what the comparison would notice -------------------------------------------------------------
+
+MISTAKES = [
+    ("trained", "rank < 0 ? Infinity", "rank < 0 || rank > 200 ? Infinity"),
+    ("llama3", "whole_words ? wholeWord", "false ? wholeWord"),
+    ("qwen", "found.normalize(form)", "found"),
+    ("smollm", 'word.startsWith(" ") ? word', "word ? word"),
+    ("with_added", "if (token.rstrip)", "if (token.lstrip)"),
+    ("with_added", "special?.literal", "special?.nothing"),
+    ("out_of_order", "if (Math.min(rankBefore >>> 0, rankAfter >>> 0) < lowest) break;", ""),
+    ("bytes", "if (point < 0x80)", "if (point < 0x7f)"),
+]
+
+
+@needs_node
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES)
+def test_a_mistake_in_the_script_is_noticed(every_tokenizer, name, right, wrong):
+    tokenizer = every_tokenizer[name]
+    script = SCRIPT.read_text(encoding="utf-8")
+    assert script.count(right) == 1
+    texts = random_texts(400, seed=1)
+    ids = [[token] for token in range(tokenizer.vocab_size)]
+    asked = {"vocabulary": vocabulary_of(tokenizer), "texts": texts, "ids": ids}
+
+    (correct,) = in_node(asked)
+    (mistaken,) = in_node(asked, script=script.replace(right, wrong))
+
+    expected = [encoded(tokenizer, text) for text in texts]
+    assert correct["encoded"] == expected
+    expected_texts = [tokenizer.decode(token) for token in ids]
+    assert correct["decoded"] == expected_texts
+    is_same = mistaken["encoded"] == expected and mistaken["decoded"] == expected_texts
+    assert not is_same
+
+
+@needs_node
+def test_letters_are_those_of_the_library_s_unicode(every_tokenizer):
+    """Not those of the browser, whose Unicode is newer or older."""
+    tokenizer = every_tokenizer["llama3"]
+    # Between letters, each of these is a letter, a digit or neither.
+    names = [chr(point) for point in (0x41, 0x3A9, 0x1E943, 0x323B0, 0x11DE0, 0x2E80, 0xE0100)]
+    texts = [f"a{name}a" for name in names]
+
+    (answer,) = in_node({"vocabulary": vocabulary_of(tokenizer), "texts": texts})
+
+    assert answer["encoded"] == [tokenizer.encode(text).tolist() for text in texts]
+    (classes,) = [vocabulary_of(tokenizer)["classes"]]
+    assert set(classes) == {"L", "N"}
+
+
+@pytest.mark.slow
+def test_planes_that_are_not_asked_have_no_letters():
+    rest = [*range(0x40000, 0xE0000), *range(0xE1000, 0x110000)]
+    text = "".join(map(chr, rest))
+    for name in ("L", "N", "M", "P", "S"):
+        splitter = tk.pre_tokenizers.Split(tk.Regex(rf"\p{{{name}}}"), "isolated")
+        assert len(splitter.pre_tokenize_str(text)) == 1
+
+
+# --- patterns -------------------------------------------------------------------------------------
+
+
+def test_a_pattern_is_spelt_in_code_points():
+    assert translate(r"(?i:'s|k)|\s+(?!\S)") == (
+        r"(?:\u{27}[\u{53}\u{73}\u{17f}]|[\u{4b}\u{6b}\u{212a}])"
+        r"|[\p{White_Space}]+(?![\P{White_Space}])"
+    ).replace(r"(?:\u{27}", r"(?:[\u{27}]")
+    assert translate(r"[^a-c\]/\p{Lu}]{2,}") == r"[^\u{61}-\u{63}\u{5d}\u{2f}\p{Lu}]{2,}"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a++",
+        "a*+",
+        "a?+",
+        "a+?",
+        "a{2}{3}",
+        "(a+)+",
+        "(?:a+|b)*c",
+        "(?:a|b+){2,}",
+        "^a",
+        "a$",
+        ".",
+        r"\w+",
+        r"\bword",
+        "(?<=a)b",
+        "(?<!a)b",
+        "(?<name>a)",
+        "(?>a)",
+        "(?x:a)",
+        "(a",
+        "a)",
+        "[a",
+        "[]a]",
+        "[a&&b]",
+        "[[:alpha:]]",
+        r"\p{^L}",
+        r"\P{L}",
+        r"\h",
+        r"\1",
+        "(?i:é)",
+        "(?i:st)",
+        r"(?i:\p{Lu})",
+        "(?i:[a-z])",
+        "a*",
+        "a?",
+        "a|",
+        "(?!a)",
+        "a{0,3}",
+        "a{1",
+    ],
+)
+def test_a_pattern_that_is_not_understood_is_not_translated(pattern):
+    with pytest.raises(Untranslatable, match="its pattern"):
+        translate(pattern)
+
+
+# --- other tokenizers -----------------------------------------------------------------------------
+
+
+@needs_node
+def test_tokens_of_another_tokenizer_are_chosen_from_a_list():
+    tokenizer = BPETokenizer(llama2(), vocab_size=1000)
+
+    vocabulary = vocabulary_of(tokenizer)
+
+    assert vocabulary["kind"] == "list"
+    assert vocabulary["reason"] == "its normalizer is Prepend"
+    tokens = tokenizer.encode_part("hello world").tolist()
+    (answer,) = in_node({"vocabulary": vocabulary, "texts": ["a"], "ids": [tokens, [1000]]})
+    assert answer["encoded"] == [f"choose tokens from the list: {vocabulary['reason']}"]
+    assert answer["decoded"][0] == " hello world"  # the decoder strips the first space of a text
+    assert answer["decoded"][1] == "token 1000 at position 0 is outside the vocabulary of 1000"
+    texts = [text_of_token(tokenizer, token) for token in range(1000)]
+    assert vocabulary["texts"] == texts
+
+
+@needs_node
+def test_tokens_without_a_text_are_chosen_from_a_list():
+    vocabulary = vocabulary_of(NumberTokenizer(11))
+
+    (answer,) = in_node({"vocabulary": vocabulary, "ids": [[3, 10, 0]]})
+    assert answer["decoded"] == ["3 10 0"]
+    assert vocabulary["texts"] == [str(token) for token in range(11)]
+    assert vocabulary["reason"] == "its tokens have no text"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("normalizer", {"type": "Lowercase"}, "its normalizer is Lowercase"),
+        ("decoder", None, "its decoder is not byte-level"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "its pre_tokenizer does not end in bytes"),
+        ("pre_tokenizer", None, "its pre_tokenizer does not end in bytes"),
+        (
+            "post_processor",
+            {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["a", 1]}
+            | {"trim_offsets": True, "add_prefix_space": False},
+            "its post_processor is no template of one text",
+        ),
+    ],
+)
+def test_a_part_without_an_equal_in_the_page_gives_a_list(every_tokenizer, part, value, reason):
+    tokenizer = every_tokenizer["smollm"]
+    values = json.loads(tokenizer.to_hf().to_str())
+    other = BPETokenizer.from_hf(values | {part: value})
+
+    found = vocabulary_of(other)
+
+    assert vocabulary_of(tokenizer)["kind"] == "byte_pairs"
+    assert found["kind"] == "list"
+    assert found["reason"] == reason
+    assert len(found["texts"]) == tokenizer.vocab_size
+
+
+@pytest.mark.slow
+@needs_node
+def test_a_vocabulary_of_150000_loads_at_once():
+    """Its size is that of the largest models'; merges are of parts that were made before."""
+    draw = random.Random(5)
+    letters = tk.pre_tokenizers.ByteLevel.alphabet()
+    words = sorted(letters)
+    vocabulary = {word: token for token, word in enumerate(words)}
+    merges = []
+    while len(words) < 150_000:
+        one = words[draw.randrange(len(words) // 3)]
+        other = words[draw.randrange(256)]  # so that a token has some seven letters
+        if one + other not in vocabulary:
+            vocabulary[one + other] = len(words)
+            words.append(one + other)
+            merges.append((one, other))
+    backend = tk.Tokenizer(tk.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = split_into(QWEN_WORDS)
+    backend.decoder = tk.decoders.ByteLevel()
+    tokenizer = BPETokenizer(backend)
+
+    data = vocabulary_of(tokenizer)
+
+    texts = random_texts(40, seed=3)
+    (answer,) = in_node({"vocabulary": data, "texts": texts})
+    assert answer["encoded"] == [encoded(tokenizer, text) for text in texts]
+    assert answer["milliseconds"] < 1000  # 250 when this was written
+    page = json.dumps(data, separators=(",", ":")).encode()
+    assert len(page) < 700_000  # 609,390, and 445,464 after gzip
+    assert len(gzip.compress(page)) < 500_000
+
+
+# --- hostile names --------------------------------------------------------------------------------
+
+HOSTILE = ["</script><script>window.ran = 1</script>", "{{style}}", "{{data}}", "<!--", "\0"]
+HOSTILE += ["\u2028", "__proto__", "constructor", "[a-z](?i)", "\\p{L}", "$&", "]]>", "\u202e"]
+
+
+def hostile_tokenizers() -> dict[str, Tokenizer]:
+    backend = byte_level(split_into(LLAMA3_WORDS), 300, ["<|a|>"])
+    backend.add_tokens([tk.AddedToken(text, normalized=False) for text in HOSTILE])
+    characters = "".join(sorted(set("".join(HOSTILE)) | {"\ud800"}))
+    listed = json.loads(backend.to_str()) | {"normalizer": {"type": "Lowercase"}}
+    return {
+        "byte_pairs": BPETokenizer(backend),
+        "characters": CharTokenizer(characters),
+        "list": BPETokenizer.from_hf(listed),
+    }
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
+@pytest.mark.parametrize("kind", ["byte_pairs", "characters", "list"])
+def test_a_hostile_tokenizer_runs_nothing_in_a_page(page, tmp_path, kind):
+    tokenizer = hostile_tokenizers()[kind]
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary["kind"] == kind
+    path = tmp_path / "look.html"
+    path.write_text(html.page_of({"vocabulary": vocabulary}), encoding="utf-8")
+
+    page.open(path)
+    page.errors.clear()  # this page has no numbers
+
+    made = "makeTokenizer(JSON.parse(document.getElementById('data').textContent).vocabulary)"
+    assert page.run("window.ran") is None
+    if kind == "list":
+        texts = page.run(f"(t => Array.from({{ length: t.size }}, (_, i) => t.textOf(i)))({made})")
+        assert texts == vocabulary["texts"]
+        assert set(HOSTILE) <= set(texts)
+        return
+    for text in HOSTILE:
+        tokens = page.run(f"{made}.encode({json.dumps(text)})")
+        assert tokens == tokenizer.encode(text).tolist()
+        assert page.run(f"{made}.decode({tokens})") == text
+    assert page.run("window.ran") is None
