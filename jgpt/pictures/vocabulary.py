@@ -3,6 +3,9 @@
 `vocabulary_of` returns one of four kinds. Characters, bytes and byte-level byte-pairs give the same
 tokens in the page as in Python. Of any other tokenizer the page has the texts of its tokens, to
 choose from.
+
+One difference is known: the library's normal forms are those of an old Unicode. A browser also
+normalises characters that came later, such as the mark U+1DF6.
 """
 
 import base64
