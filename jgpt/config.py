@@ -40,6 +40,7 @@ MAX_NGRAM = 63  # each size up to it is traced
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)
 ASCENDING = Rule("be above 1 and ascending", lambda sizes: [1, *sizes] == sorted({1, *sizes}))
 SOURCES = Rule("name a corpus (pydocs, shakespeare) or a file", lambda data: data and all(data))
+PATTERNS = Rule("have patterns that aren't empty", all)
 DIRECTORY = Rule("name a directory", lambda path: path != "")
 FOLDER_NAME = Rule(
     "be a plain folder name",
@@ -231,6 +232,9 @@ class OptimizerConfig(Fields):
     ema_decay: DecayRate = 0.0
     """Decay rate of an exponential moving average of the weights, which is evaluated and saved in
     their place; 0 is off."""
+    trainable: Annotated[tuple[str, ...], PATTERNS] = ()
+    """Patterns of the parameters to train, such as blocks.*.attention.*; the rest is frozen and has
+    no moments. All are trained by default."""
     make: Make = None
     """A custom optimizer's function, called as make(config, steps) instead of `optimizer`. A run
     records its name and SHA-256."""

@@ -52,8 +52,7 @@ INSTEAD = {
     "--wandb": "is no option: --trackers wandb logs to Weights & Biases",
     "--wandb-log": "is no option: --trackers wandb logs to Weights & Biases",
     "--compile": "is no option: steps are always compiled",
-    "--init-from": "is no option: jgpt import makes a run of weights, and jgpt train --resume "
-    "trains it further",
+    "--init-from": "is no option: --initial starts from a run or a Hugging Face folder",
 }
 """The answer to an option that doesn't exist."""
 
@@ -86,6 +85,8 @@ class RunOptions:
     """Show what the run needs, without training or writing."""
     model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom model: a class or function in a Python file. The file is executed."""
+    initial: Annotated[str | None, OptionSpec("RUN|FOLDER")] = None
+    """Start from the weights and tokenizer of a run or a Hugging Face folder."""
     objective: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom objective: a function in a Python file. The file is executed."""
     batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
@@ -470,12 +471,25 @@ def _base_config(values: dict[str, Any], run: RunOptions) -> TrainConfig:
         from jgpt.runs.directory import RunDirectory
 
         return RunDirectory.open(values["out"]).config()
+    if name is None and run.initial is not None:
+        return _config_of_initial(run.initial)
     for word in values.get("data", ()):
         if name is None and word in PRESETS and not Path(word).exists():
             raise ValueError(f"{word} is a preset: put it before --data")
     if name is not None and name not in PRESETS:
         _raise_if_it_is_a_path(name)
     return preset(name or DEFAULT_PRESET)
+
+
+def _config_of_initial(source: str) -> TrainConfig:
+    """The config of the run or the folder whose weights another run starts from."""
+    from jgpt.runs.directory import RunDirectory
+    from jgpt.runs.load import load_pretrained
+
+    if RunDirectory.exists(Path(source)):
+        config = RunDirectory.open(source).config()
+        return dataclasses.replace(config, name="gpt", out=None)
+    return load_pretrained(source).config
 
 
 def _raise_if_it_is_a_path(word: str) -> None:

@@ -119,6 +119,8 @@ def fit(
     dataset: Dataset | None = None,
     objective: Make | str = None,
     batches: Make | str = None,
+    initial: LanguageModel | str | Path | None = None,
+    trainable: tuple[str, ...] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
@@ -138,7 +140,9 @@ def fit(
 
     `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
     give the same one to resume. `batches`, a pure function of (dataset, seed, step), makes the
-    `Batch` of each step. `resume` continues from the directory's last checkpoint, or starts
+    `Batch` of each step. The run starts from the weights of `initial`, which is a model, or the
+    path of a run or a Hugging Face folder, whose tokenizer it takes. `trainable` replaces
+    `config.optimizer.trainable`. `resume` continues from the directory's last checkpoint, or starts
     if there is none yet; `overwrite` deletes the existing run. `should_stop` is polled after each
     call of steps, and while the text is tokenized. `profile_steps` are traced into the run's folder
     `profile`. `platform`, by default the current one, decides the config's `auto`. `progress` is by
@@ -152,12 +156,16 @@ def fit(
     if profile_steps < 0:
         raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
     config = with_code(config, model, optimizer, objective, tokenizer=tokenizer, batches=batches)
+    if trainable is not None:
+        config = replace(config, optimizer=replace(config.optimizer, trainable=trainable))
     machine = this_machine(platform)
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
         require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
-        prepared = prepare(config, target, machine, progress, should_stop, dataset=dataset)
+        prepared = prepare(
+            config, target, machine, progress, should_stop, dataset=dataset, initial=initial
+        )
     # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
@@ -168,6 +176,7 @@ def fit(
 def plan(
     config: TrainConfig,
     *,
+    initial: LanguageModel | str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -180,7 +189,7 @@ def plan(
     """
     progress = progress or Progress()
     target = choose_target(config, resume=resume, overwrite=overwrite)
-    prepared = prepare(config, target, this_machine(platform), progress)
+    prepared = prepare(config, target, this_machine(platform), progress, initial=initial)
     trained = prepared.config.trained
     with use_mesh(trained.mesh):
         made = make_plan(trained, prepared.dataset, target.path, prepared.evaluations)
@@ -335,7 +344,10 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
     """Restore the last checkpoint of a run to resume, or make the state of step 0."""
     config = prepared.config.trained
     if prepared.target.mode != "resume" or not run.checkpoint_steps():
-        return init_state(config)
+        arrays = None
+        if prepared.initial is not None:
+            arrays = prepared.initial.arrays
+        return init_state(config, arrays)
     # Read-only: the remains of a killed process are deleted once nothing can reject the start.
     with Checkpoints(run, prepared.config.recorded, read_only=True) as checkpoints:
         state = checkpoints.restore(config)

@@ -10,7 +10,8 @@ from typing import Any
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
-from jgpt.data.tokenizers import CustomTokenizer, is_same_vocabulary
+from jgpt.data.tokenizers import CustomTokenizer, Tokenizer, is_same_vocabulary
+from jgpt.fitting.initial import Initial, read_initial, require_fitting, require_trainable
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
     ResolvedConfig,
@@ -30,6 +31,7 @@ from jgpt.fitting.resume import (
 from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
 from jgpt.hardware import Machine, process_count
+from jgpt.nn.models import LanguageModel
 from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import has_average
 from jgpt.runs.directory import CHECKPOINTS
@@ -50,12 +52,17 @@ class PreparedRun:
     dataset: Dataset
     target: Target
     evaluations: EvaluationPlan
+    initial: Initial | None = None
+    """The weights to start from, if they aren't those of the seed."""
 
     # Cached, since it is compared between processes and written later.
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """The line of provenance for this start, without its step."""
-        return provenance(self.config.trained, self.dataset, self.evaluations)
+        line = provenance(self.config.trained, self.dataset, self.evaluations)
+        if self.initial is not None:
+            line["initial"] = self.initial.recorded
+        return line
 
 
 def prepare(
@@ -66,26 +73,34 @@ def prepare(
     should_stop: Callable[[], bool] = lambda: False,
     *,
     dataset: Dataset | None = None,
+    initial: LanguageModel | str | Path | None = None,
 ) -> PreparedRun:
     """Load the text, decide what the config leaves open, and check all of it. Nothing is written.
 
-    A given `dataset` is trained on in place of the config's text. Raises ValueError or OSError if
+    A given `dataset` is trained on in place of the config's text, and the run starts from the
+    `initial` weights. Raises ValueError or OSError if
     the run can't start, and StoppedBeforeTraining.
     """
     for name in config.trackers:
         require_tracker(name)
     _require_custom_code(config, target.saved)
     config = _with_newlines_of(target.saved, config)
+    weights = read_initial(initial, config)
     if dataset is None:
-        dataset = _load_text(config, target, progress, should_stop)
+        tokenizer = weights.tokenizer if weights is not None else None
+        dataset = _load_text(config, target, progress, should_stop, tokenizer)
     else:
         config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
         if isinstance(dataset.tokenizer, CustomTokenizer):
             config = with_code(config, tokenizer=dataset.tokenizer.make)
         _require_same_dataset(dataset, config, target.saved)
     recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
+    require_trainable(recorded)
+    if weights is not None:
+        require_fitting(weights, recorded)
     if target.saved is not None:
         _require_resumable(recorded, target.saved, progress.warned)
+        _require_initial(weights, target.saved)
     evaluations = _choose_evaluations(
         recorded, target.saved, len(dataset.validation), progress.warned
     )
@@ -100,7 +115,7 @@ def prepare(
         changed = describe_micro_batches(target.saved.micro_batches, resolved.trained)
         if changed is not None:
             progress.warned(changed)
-    return PreparedRun(resolved, dataset, target, evaluations)
+    return PreparedRun(resolved, dataset, target, evaluations, weights)
 
 
 def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dict[str, Any]:
@@ -138,11 +153,29 @@ def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfi
     return replace(config, dataset=replace(config.dataset, universal_newlines=universal))
 
 
+def _require_initial(initial: Initial | None, saved: SavedRun) -> None:
+    """Raise ValueError if a run lacks both a checkpoint and the weights that it started from."""
+    if initial is not None or saved.checkpoints:
+        return
+    for line in saved.provenance:
+        if isinstance(line.get("initial"), dict):
+            source = str(line["initial"].get("source"))
+            raise ValueError(
+                Message(
+                    "the run started from other weights and has no checkpoint yet: give ",
+                    Field("initial", source),
+                )
+            )
+
+
 def _load_text(
-    config: TrainConfig, target: Target, progress: Progress, should_stop: Callable[[], bool]
+    config: TrainConfig,
+    target: Target,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+    tokenizer: Tokenizer | None,
 ) -> Dataset:
     """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
-    tokenizer = None
     known = None
     if target.saved is not None:
         tokenizer = target.saved.tokenizer

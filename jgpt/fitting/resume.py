@@ -46,6 +46,7 @@ _OF_THE_STATE = (
     "optimizer.embedding_learning_rate",
     "optimizer.gradient_clip",
     "optimizer.ema_decay",
+    "optimizer.trainable",
 )
 """The prefixes of fields that decide which arrays a train state has."""
 

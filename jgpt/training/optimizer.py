@@ -1,5 +1,6 @@
 """Optimizers: AdamW, Muon, schedules, weight decay, clipping and averaged weights."""
 
+import fnmatch
 import functools
 from collections.abc import Hashable, Mapping
 from typing import Any, Literal, NamedTuple, assert_never
@@ -132,9 +133,11 @@ def make_optimizer(
     `weight_dimensions`. A custom optimizer may ask for the config of the `model`.
     """
     if config.make is not None:
-        optimizer = evaluate_schedule_free(_in_float32(_custom(config, steps, model)))
+        made = _trained_alone(_custom(config, steps, model), config.trainable)
+        optimizer = evaluate_schedule_free(_in_float32(made))
     else:
-        optimizer = _in_float32(_built_in(config, steps, dimensions))
+        made = _trained_alone(_built_in(config, steps, dimensions), config.trainable)
+        optimizer = _in_float32(made)
     if config.ema_decay > 0:
         return average_weights(optimizer, config.ema_decay)
     return optimizer
@@ -164,6 +167,54 @@ def _custom(
         return optimizer.update(clipped, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _trained_alone(
+    optimizer: optax.GradientTransformation, trainable: tuple[str, ...]
+) -> optax.GradientTransformation:
+    """Wrap an optimizer so that it sees only the parameters to train, and the rest has no state."""
+    if not trainable:
+        return optimizer
+    transforms: dict[Hashable, optax.GradientTransformation] = {
+        "trained": optimizer,
+        "frozen": optax.set_to_zero(),
+    }
+
+    def labels(weights: Any) -> Any:
+        def label(path: tuple[Any, ...], _: Any) -> str:
+            if is_trainable(path_name(path), trainable):
+                return "trained"
+            return "frozen"
+
+        return jax.tree_util.tree_map_with_path(label, weights)
+
+    return optax.partition(transforms, labels)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Return a parameter's path as `named_parameters` has it, such as blocks.0.attention.query."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def is_trainable(name: str, trainable: tuple[str, ...]) -> bool:
+    """Return whether a parameter is trained: whether a pattern fits its path, if there are any."""
+    if not trainable:
+        return True
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in trainable)
+
+
+@typed
+def with_frozen(weights: LikeWeights, trainable: tuple[str, ...]) -> LikeWeights:
+    """Stop the gradients of the parameters that are not trained, so that none are computed."""
+    if not trainable:
+        return weights
+
+    def stopped(path, leaf):
+        if is_trainable(path_name(path), trainable):
+            return leaf
+        return jax.lax.stop_gradient(leaf)
+
+    return jax.tree_util.tree_map_with_path(stopped, weights)
 
 
 def _in_float32(

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +45,30 @@ class TrainState:
 
 
 @typed
-def init_state(config: TrainConfig) -> TrainState:
+def init_state(config: TrainConfig, initial: dict[str, Any] | None = None) -> TrainState:
     """Make the initial parameters, optimizer state and step 0 from the config's seed.
 
-    If a mesh is set, each device makes its own shards.
+    `initial` are arrays by the paths of the parameters that they replace. If a mesh is set, each
+    device makes its own shards.
     """
+    replacements = initial or {}
 
-    def make() -> TrainState:
+    def make(replacements: dict[str, Any]) -> TrainState:
         rngs = nnx.Rngs(_stream(config.seed, _INIT_STREAM))
-        return _first_state(config, weights_of(create_model(config.model, rngs=rngs)))
+        weights = weights_of(create_model(config.model, rngs=rngs))
+
+        def replace(path, leaf):
+            found = replacements.get(jax.tree_util.keystr(path, simple=True, separator="."))
+            if found is None:
+                return leaf
+            return jnp.array(found, leaf.dtype)  # a copy, since the state is donated
+
+        return _first_state(config, jax.tree_util.tree_map_with_path(replace, weights))
 
     if current_mesh().empty:
-        return make()  # not under one jit: small programs, one per shape, compile faster
-    return jax.jit(make, out_shardings=state_specs(config))()
+        # Not under one jit: small programs, one per shape, compile faster.
+        return make(replacements)
+    return jax.jit(make, out_shardings=state_specs(config))(replacements)
 
 
 @typed

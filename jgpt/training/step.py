@@ -22,7 +22,7 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.shapes.contract import record, typed
 from jgpt.training.custom_objective import as_loss, make_objective, split_arrays
 from jgpt.training.objective import loss_dtype, target_losses
-from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights
+from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights, with_frozen
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import TrainState, state_specs
 
@@ -63,7 +63,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
     def loss_of(weights, arrays, batch, key):
         objective = with_arrays(arrays)
-        loss = as_loss(objective(merge(weights), batch, nnx.Rngs(dropout=key)), dtype)
+        model = merge(with_frozen(weights, config.optimizer.trainable))
+        loss = as_loss(objective(model, batch, nnx.Rngs(dropout=key)), dtype)
         if isinstance(loss.weight, (int, float)):  # the same for each micro-batch
             return loss.value, (None, loss.metrics)
         return loss.value, (loss.weight, loss.metrics)

@@ -182,6 +182,7 @@ OPTIMIZER_CONFIG = {
     "muon_weight_decay": 0.95,
     "muon_momentum": 0.51,
     "embedding_learning_rate": 0.61,
+    "trainable": ("blocks.*",),
     "ema_decay": 0.71,
 }
 DATA_CONFIG = {
@@ -252,8 +253,10 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
     data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
 
-    type_in("train", "tiny", "--resume", "--profile", 3, *code, *data, cwd=tmp_path)
+    more = ("--profile", 3, "--initial", "other")
+    type_in("train", "tiny", "--resume", *more, *code, *data, cwd=tmp_path)
     received = calls.received.pop("fit")
+    assert received["initial"] == "other"
     assert received["resume"] is True
     assert received["overwrite"] is False
     assert received["profile_steps"] == 3
@@ -277,7 +280,8 @@ def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
 
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
     data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
-    type_in(*command, "--resume", *code, *data, cwd=tmp_path)
+    type_in(*command, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
+    assert calls["plan"]["initial"] == "other"
     assert calls["plan"]["resume"] is True
     assert calls["plan"]["overwrite"] is False
     assert calls["plan"]["config"].model.make.__name__ == "GPT"

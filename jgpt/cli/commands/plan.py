@@ -39,7 +39,11 @@ def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lin
         shown = console.ConsoleProgress(screen, "reading the data")
         with source_shown(config), shown as progress:
             planned = fit_module.plan(
-                config, resume=options.resume, overwrite=options.overwrite, progress=progress
+                config,
+                initial=options.initial,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=progress,
             )
         lines = report.describe(planned)
     else:

@@ -64,6 +64,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         try:
             run = fit(
                 config,
+                initial=options.initial,
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,

@@ -1,0 +1,106 @@
+"""The weights that a run starts from: those of a model, of another run, or of a folder."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgpt.config import TrainConfig
+from jgpt.data.tokenizers import Tokenizer
+from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
+from jgpt.refusal import Field, Message
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.load import load, load_pretrained
+from jgpt.training.optimizer import is_trainable
+from jgpt.words import did_you_mean
+
+
+@dataclass(frozen=True)
+class Initial:
+    """The weights to start from, and where they are from."""
+
+    source: str
+    arrays: dict[str, Any]
+    """The arrays by the paths of their parameters."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer of the weights, if they are of a run or a folder."""
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """The record for the provenance: the source, and the SHA-256 of the weights."""
+        digest = hashlib.sha256()
+        for name in sorted(self.arrays):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
+        return {"source": self.source, "weights_sha256": digest.hexdigest()}
+
+
+def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig) -> Initial | None:
+    """Read the weights to start from: of a model, a run, or a Hugging Face folder."""
+    if initial is None:
+        return None
+    tokenizer = None
+    model: Any = initial
+    source = type(initial).__name__
+    if isinstance(initial, (str, Path)):
+        source = str(initial)
+        if RunDirectory.exists(Path(initial)):
+            code = None
+            if RunDirectory.open(initial).config().model.make is not None:
+                code = config.model.make
+            model, tokenizer, _ = load(initial, model=code)
+        else:
+            model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
+    arrays = {name: variable.get_value() for name, variable in named_parameters(model).items()}
+    return Initial(source, arrays, tokenizer)
+
+
+def require_trainable(config: TrainConfig) -> None:
+    """Raise ValueError for a pattern of `trainable` that fits no parameter, or stacked blocks."""
+    if config.optimizer.trainable and config.model.scan_layers:
+        raise ValueError(
+            Message(
+                Field("trainable", config.optimizer.trainable),
+                " needs ",
+                Field("scan_layers", False),
+                ": a scan stacks the parameters of all blocks",
+            )
+        )
+    names = list(named_parameters(abstract_model(config.model)))
+    for pattern in config.optimizer.trainable:
+        if not any(is_trainable(name, (pattern,)) for name in names):
+            raise ValueError(
+                Message(
+                    Field("trainable", (pattern,)),
+                    f" fits no parameter{did_you_mean(pattern, names)}: they are such as "
+                    f"{names[0]}",
+                )
+            )
+
+
+def require_fitting(initial: Initial, config: TrainConfig) -> None:
+    """Raise ValueError if weights are of another architecture than the config's model.
+
+    They may lack parameters that `trainable` names, as those of LoRA, which begin as usual.
+    """
+    expected = named_parameters(abstract_model(config.model))
+    for name in {**expected, **initial.arrays}:
+        shape = None
+        if name in expected:
+            shape = expected[name].shape
+        found = None
+        if name in initial.arrays:
+            found = initial.arrays[name].shape
+        trainable = config.optimizer.trainable
+        if found is None and trainable and is_trainable(name, trainable):
+            continue
+        if shape != found:
+            raise ValueError(
+                Message(
+                    Field("initial", initial.source),
+                    f" is of another architecture: {name} is {found or 'absent'} in it, and "
+                    f"{shape or 'absent'} in the model of the config",
+                )
+            )

@@ -1,0 +1,122 @@
+"""Runs that start from weights, and train only some parameters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt.fitting.stopping import TrainingStopped
+from jgpt.nn.models import named_parameters
+from jgpt.runs.directory import RunDirectory
+from tests.commands import jgpt as command
+from tests.commands import refused
+
+
+@pytest.fixture
+def config(small_run, tmp_path):
+    model = dataclasses.replace(small_run.model, dropout=0.0)
+    return dataclasses.replace(
+        small_run, model=model, sample_tokens=0, steps=4, out=str(tmp_path / "run")
+    )
+
+
+def arrays_of(model: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf.get_value()) for name, leaf in named_parameters(model).items()}
+
+
+class LoRA(jgpt.FeedForward):
+    """A feed-forward layer with a trained product of two thin matrices beside it."""
+
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.lora_a = nnx.Param(0.1 * jax.random.normal(rngs.params(), (config.embed_dim, 2)))
+        self.lora_b = nnx.Param(jnp.zeros((2, config.embed_dim)))
+
+    def __call__(self, x, *, rngs=None):
+        return super().__call__(x, rngs=rngs) + x @ self.lora_a[...] @ self.lora_b[...]
+
+
+class LoRAGPT(jgpt.GPT):
+    def __init__(self, config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        for block in self.blocks:
+            block.feed_forward = LoRA(config, rngs=rngs)
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param("data=4,fsdp=2", marks=pytest.mark.slow)])
+def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
+    mesh, trained, config, tmp_path
+):
+    config = dataclasses.replace(config, mesh=mesh, batch_size=8)
+    given: dict[str, Any] = {
+        "model": LoRAGPT,
+        "initial": str(trained.directory),
+        "trainable": ("*.lora_?",),
+        "progress": None,
+    }
+    before = arrays_of(jgpt.load(trained.directory).model)
+    run = jgpt.fit(config, **given)
+    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
+    begun = tmp_path / "stopped/config.json"
+    stops = iter([False, True])
+    with pytest.raises(TrainingStopped):
+        jgpt.fit(stopped, **given, should_stop=lambda: begun.exists() and next(stops))
+    resumed = jgpt.fit(stopped, **given, resume=True)
+
+    after = arrays_of(run.model)
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array)
+    assert set(after) - set(before) == {
+        "blocks.0.feed_forward.lora_a",
+        "blocks.0.feed_forward.lora_b",
+    }
+    assert np.abs(after["blocks.0.feed_forward.lora_b"]).max() > 0
+    np.testing.assert_array_equal(run.metrics["loss"], resumed.metrics["loss"])
+    recorded = RunDirectory.open(run.directory).provenance()[0]["initial"]
+    assert recorded["source"] == str(trained.directory)
+    assert len(recorded["weights_sha256"]) == 64
+    # only the moments of the two trained arrays are stored
+    sizes = [path.name for path in (run.directory / "checkpoints/4/optimizer").iterdir()]
+    moments = [name for name in sizes if ".mu." in name]
+    assert len(moments) == 2
+
+
+def test_all_weights_are_those_of_the_model(trained, config):
+    model = jgpt.load(trained.directory).model
+    config = dataclasses.replace(config, steps=1)
+    run = jgpt.fit(config, initial=model, progress=None)
+    other = jgpt.fit(dataclasses.replace(config, out=f"{config.out}-2"), progress=None)
+
+    assert run.metrics["loss"][1] < 0.95 * other.metrics["loss"][1]
+    assert arrays_of(model)  # the model's own arrays were not donated
+
+
+def test_weights_of_another_architecture_and_patterns_are_refused(trained, config, tmp_path):
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=31))
+    with pytest.raises(ValueError, match=r"another architecture: blocks.0.feed_forward.\S+ is \("):
+        jgpt.fit(wider, initial=trained.directory, progress=None)
+    with pytest.raises(
+        ValueError, match=r"another architecture: blocks\.0\.feed_forward\.lora_a is a"
+    ):
+        jgpt.fit(config, model=LoRAGPT, initial=trained.directory, progress=None)
+    with pytest.raises(ValueError, match=r"trainable=\('\*\.lora',\) fits no parameter"):
+        jgpt.fit(config, trainable=("*.lora",), progress=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_starts_from_a_run(trained, tmp_path, poem):
+    given = ("train", "--initial", trained.directory, "--steps", "1", "--sample-tokens", "0")
+    done = command(*given, "--trainable", "blocks.*", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    before = arrays_of(jgpt.load(trained.directory).model)
+    after = arrays_of(jgpt.load(tmp_path / "r").model)
+    assert (after["token_embedding.embedding"] == before["token_embedding.embedding"]).all()
+    assert any((after[name] != before[name]).any() for name in after)
+    assert "another architecture" in refused(
+        "train", "tiny", "--data", poem, "--initial", trained.directory, cwd=tmp_path
+    )
