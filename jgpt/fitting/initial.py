@@ -53,7 +53,10 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
             model, tokenizer, _ = load(initial, model=code)
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
-    arrays = {name: variable.get_value() for name, variable in named_parameters(model).items()}
+    # On the host, since restored arrays are committed to a device, and a mesh has others.
+    arrays = {}
+    for name, variable in named_parameters(model).items():
+        arrays[name] = np.asarray(variable.get_value())
     return Initial(source, arrays, tokenizer)
 
 
