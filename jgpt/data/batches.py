@@ -1,7 +1,6 @@
 """Batches as a function of (seed, step), from tokens on the device or in a memory-mapped file."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from jgpt.data.mixture import Share
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import shard_by_name, shardings, spec_of
 from jgpt.shapes.contract import typed
@@ -16,17 +16,6 @@ from jgpt.shapes.contract import typed
 Tokens = Integer[Array, " tokens"] | Integer[np.ndarray, " tokens"]
 RESIDENT_BYTES = 1 << 30
 """The largest size in bytes of a split that is moved to the device."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """A text in a mixture."""
-
-    source: str
-    tokens: int
-    """The number of its training tokens, which follow those of the text before."""
-    weight: float
-    """The weight with which a window is drawn from this text."""
 
 
 @typed

@@ -21,7 +21,6 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig, TokenDtype
 from jgpt.data import tokenizers
-from jgpt.data.batches import Share
 from jgpt.data.corpus import (
     Warn,
     corpus_versions,
@@ -29,6 +28,7 @@ from jgpt.data.corpus import (
     source_files,
     text_chunks,
 )
+from jgpt.data.mixture import Share
 from jgpt.data.tokenizers import (
     END_OF_TEXT,
     MAX_NUMBERS,

@@ -21,6 +21,7 @@ from jgpt.cli.report import describe_optimizer_groups
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.data.batch import Batch
+from jgpt.data.mixture import Share
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
 from jgpt.nn import consistency, int8, models
@@ -224,7 +225,7 @@ def training() -> None:
     tokens = INT(31)
     options = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
-    shares = batches.Share("a", 16, 1.0), batches.Share("b", 15, 2.0)
+    shares = Share("a", 16, 1.0), Share("b", 15, 2.0)
     mixed = functools.partial(batches.batches, first_step=0, steps=6, shares=shares, **options)
     traced(mixed, tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jgpt import DataConfig
-from jgpt.data.batches import Share, batches, mixed_starts
+from jgpt.data.batches import batches, mixed_starts
 from jgpt.data.dataset import load_dataset
+from jgpt.data.mixture import Share
 
 SHARES = (Share("a", 50, 3.0), Share("b", 31, 1.0))
 
