@@ -282,7 +282,7 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected
 
 
-def is_normalised_alike(forms: list[str], text: str) -> bool:
+def is_normalised_alike(forms: list[Any], text: str) -> bool:
     """Whether a text has no character that is newer than the library's normal forms."""
     if any(unicodedata.category(character) == "Cn" for character in text):
         return False
