@@ -24,9 +24,11 @@ from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
+    CustomTokenizer,
     NumberTokenizer,
     Tokenizer,
     bytes_of_letters,
+    text_of_token,
 )
 
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
@@ -56,6 +58,10 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
         texts = [str(token) for token in range(tokenizer.vocab_size)]
         reason = "its tokens have no text"
         return {"kind": "list", "texts": texts, "separator": " ", "reason": reason}
+    if isinstance(tokenizer, CustomTokenizer):
+        texts = [text_of_token(tokenizer, token) for token in range(tokenizer.vocab_size)]
+        reason = "it is a custom tokenizer"
+        return {"kind": "list", "texts": texts, "separator": "", "reason": reason}
     try:
         return _byte_pairs(tokenizer)
     except Untranslatable as error:

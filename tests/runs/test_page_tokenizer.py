@@ -17,7 +17,7 @@ import tokenizers as tk
 
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data.tokenizers import NumberTokenizer, Tokenizer, text_of_token
+from jgpt.data.tokenizers import CustomTokenizer, NumberTokenizer, Tokenizer, text_of_token
 from jgpt.pictures import page as html
 from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
 from tests.browser import CHROMIUM
@@ -477,6 +477,23 @@ def test_tokens_of_another_tokenizer_are_chosen_from_a_list():
     assert answer["decoded"][1] == "token 1000 at position 0 is outside the vocabulary of 1000"
     texts = [text_of_token(tokenizer, token) for token in range(1000)]
     assert vocabulary["texts"] == texts
+
+
+class Vowels:
+    vocab_size = 5
+
+    def encode(self, text):
+        return ["aeiou".index(letter) for letter in text]
+
+    def decode(self, tokens):
+        return "".join("aeiou"[token] for token in tokens)
+
+
+def test_tokens_of_a_custom_tokenizer_are_chosen_from_a_list():
+    vocabulary = vocabulary_of(CustomTokenizer.of(Vowels))
+
+    assert vocabulary["texts"] == ["a", "e", "i", "o", "u"]
+    assert vocabulary["reason"] == "it is a custom tokenizer"
 
 
 @needs_node
