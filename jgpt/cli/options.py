@@ -488,7 +488,11 @@ def _config_of_initial(source: str) -> TrainConfig:
 
     if RunDirectory.exists(Path(source)):
         config = RunDirectory.open(source).config()
-        return dataclasses.replace(config, name="gpt", out=None)
+        # The next run may be trained in another way, and needs only the code of the model.
+        optimizer = dataclasses.replace(config.optimizer, make=None)
+        return dataclasses.replace(
+            config, name="gpt", out=None, optimizer=optimizer, objective=None
+        )
     return load_pretrained(source).config
 
 
