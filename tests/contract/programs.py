@@ -223,7 +223,7 @@ def training() -> None:
         train.trace(state, INT(6, 4, 9), KEY, 6)
         evaluate.trace(state.weights, INT(11, 4, 9), BOOL(11, 4, 8))
     tokens = INT(31)
-    options = {"seed": 1, "batch_size": 4, "block_size": 8}
+    options: dict[str, Any] = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
     shares = Share("a", 16, 1.0), Share("b", 15, 2.0)
     mixed = functools.partial(batches.batches, first_step=0, steps=6, shares=shares, **options)
