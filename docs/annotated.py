@@ -36,6 +36,8 @@ MOST_VALUES = 5
 
 LESSONS = {
     "causal_mask": "02_averaging_the_past",
+    "document_mask": "02_averaging_the_past",
+    "positions_in_documents": "05_the_block",
     "attention_weights": "03_one_head",
     "attend": "03_one_head",
     "apply_rotary": "11_the_modern_block",
@@ -50,6 +52,7 @@ LESSONS = {
     "GPT": "05_the_block",
     "Metrics": "07_a_pure_train_step",
     "make_train_steps": "07_a_pure_train_step",
+    "StepsWithArrays": "07_a_pure_train_step",
     "make_eval_step": "07_a_pure_train_step",
     # of the GPT on one page
     "init_params": "05_the_block",

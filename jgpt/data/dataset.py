@@ -126,8 +126,9 @@ class Dataset:
     ) -> "Dataset":
         """Make a dataset of tokens that have no text, or that a `tokenizer` made.
 
-        The tokens are an array or a sequence of whole numbers. Without a `validation` split, the
-        fractions at the end are held out. Without a `tokenizer`, the tokens are numbers below
+        The tokens are an array or a sequence of whole numbers, and so are `validation` and `test`.
+        Without a `validation` split, `validation_fraction` and `test_fraction` of the tokens, at
+        their end, are held out. Without a `tokenizer`, the tokens are numbers below
         `vocab_size`, by default one more than the largest one. Raises ValueError for tokens that
         are not whole numbers, or outside of the vocabulary.
         """
