@@ -109,6 +109,7 @@ def draw_of_jgpt(path: str, dtype: str) -> Draw:
     from flax import nnx
 
     import jgpt
+    from jgpt.nn.int8 import with_int8_weights
 
     model = jgpt.load_hf(path)
     if dtype == "int8":

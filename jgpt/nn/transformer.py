@@ -195,7 +195,10 @@ class GPT(Module):
 
         With the number of each token's `documents`, they are those of each document alone.
         """
-        states = self.hidden_states(tokens, documents=documents, cache=cache, rngs=rngs)
+        of_documents = {}
+        if documents is not None:  # a subclass need not have this argument
+            of_documents["documents"] = documents
+        states = self.hidden_states(tokens, cache=cache, rngs=rngs, **of_documents)
         return self.final_norm(states[-1])
 
     @typed
@@ -215,12 +218,14 @@ class GPT(Module):
         `documents`, neither attention nor n-grams cross documents, and learned positions begin
         again in each; a cache has no documents.
         """
-        x = self.embed(tokens, documents=documents, cache=cache, rngs=rngs)
         mask = None
-        if documents is not None:
+        of_documents = {}
+        if documents is not None:  # a subclass need not have this argument of `embed`
             if cache is not None:
                 raise ValueError("a KV cache continues one document: give cache or documents")
             mask = document_mask(documents)
+            of_documents["documents"] = documents
+        x = self.embed(tokens, cache=cache, rngs=rngs, **of_documents)
         return run_blocks(
             self.config, self.blocks, x, self.shortcut, cache=cache, mask=mask, rngs=rngs
         )

@@ -59,7 +59,8 @@ class Uncached(WithoutCache):
 
 
 class ForgetsItsCache(jgpt.GPT):
-    def embed(self, tokens, *, cache=None, rngs=None):
+    # Without `documents`, which a subclass of an earlier version doesn't know.
+    def embed(self, tokens, *, cache=None, rngs=None):  # type: ignore[override]
         x = super().embed(tokens, cache=cache, rngs=rngs)
         return x + jnp.cumsum(x, axis=1)
 

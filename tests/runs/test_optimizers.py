@@ -106,12 +106,13 @@ def test_an_optimizer_trains_on_a_mesh(name, config, tmp_path):
 
 
 def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
-    weights = {"a": jnp.array([1.0, -2.0, 3.0])}
+    weights: Any = {"a": jnp.array([1.0, -2.0, 3.0])}
     config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, learning_rate=0.1)
     wrapped = make_optimizer(config, 9)
     plain = schedule_free(config, 9)
     state, plain_state = wrapped.init(weights), plain.init(weights)
-    evaluated, y = weights, weights
+    evaluated: Any = weights
+    y: Any = weights
     assert isinstance(state, ScheduleFree)
     for _ in range(3):
         gradients = jax.tree.map(lambda leaf: 2 * leaf, y)
@@ -120,7 +121,7 @@ def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
         gradients = jax.tree.map(lambda leaf: 2 * leaf, trained_weights(evaluated, state))
         updates, state = wrapped.update(gradients, state, evaluated)
         evaluated = optax.apply_updates(evaluated, updates)
-    x = optax.contrib.schedule_free_eval_params(plain_state, y)
+    x: Any = optax.contrib.schedule_free_eval_params(plain_state, y)
 
     np.testing.assert_allclose(trained_weights(evaluated, state)["a"], y["a"], rtol=1e-6)
     np.testing.assert_allclose(evaluated["a"], x["a"], rtol=1e-5)
@@ -143,6 +144,8 @@ def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
         for width in (12, 24)
     )
     gradients = {"a": jnp.full(3, 0.5)}
+    step: Any
+    half: Any
     step, _ = narrow.update(gradients, narrow.init(weights), weights)
     half, _ = wide.update(gradients, wide.init(weights), weights)
     np.testing.assert_allclose(step["a"], 2 * half["a"], rtol=1e-6)
