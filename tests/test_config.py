@@ -337,7 +337,7 @@ def test_a_file_from_before_eval_tokens_could_be_auto_evaluates_all_targets():
 def test_json_is_one_field_a_line_for_people():
     lines = to_json(TrainConfig(steps=77)).splitlines()
     assert '  "steps": 77,' in lines
-    assert to_json(OptimizerConfig()).endswith('": 0.0\n}\n')
+    assert to_json(OptimizerConfig()).endswith('": []\n}\n')
     assert json.loads("\n".join(lines))["model"]["embed_dim"] == 128
 
 

@@ -62,7 +62,9 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
 
 def require_trainable(config: TrainConfig) -> None:
     """Raise ValueError for a pattern of `trainable` that fits no parameter, or stacked blocks."""
-    if config.optimizer.trainable and config.model.scan_layers:
+    if not config.optimizer.trainable:
+        return
+    if config.model.scan_layers:
         raise ValueError(
             Message(
                 Field("trainable", config.optimizer.trainable),

@@ -78,8 +78,8 @@ def prepare(
     """Load the text, decide what the config leaves open, and check all of it. Nothing is written.
 
     A given `dataset` is trained on in place of the config's text, and the run starts from the
-    `initial` weights. Raises ValueError or OSError if
-    the run can't start, and StoppedBeforeTraining.
+    `initial` weights. Raises ValueError or OSError if the run can't start, and
+    StoppedBeforeTraining.
     """
     for name in config.trackers:
         require_tracker(name)

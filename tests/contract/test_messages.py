@@ -136,7 +136,7 @@ Reason: int is not a NumPy array: np.asarray makes one.""",
         lambda: jgpt.attend(X, X, X, jgpt.causal_mask(4)),
         """\
 jgpt.nn.attention.attend() got a wrong argument `mask`.
-Expected: Bool[Array, "query key"] | None with query=3, key=3
+Expected: Bool[Array, "*leading query key"] | None with query=3, key=3
 Got: bool[4,4]
 Reason: the size of dimension query is 4 which does not equal the existing value of 3.""",
     ),
