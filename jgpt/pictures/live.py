@@ -272,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page."""
         if self._allowed(f"/{self._server.secret}/"):
-            page = page_of(self._server.page, live=True)
+            page = page_of(self._server.page, policy="connect-src 'self'")
             self._send(200, page, "text/html; charset=utf-8")
 
     def do_POST(self) -> None:

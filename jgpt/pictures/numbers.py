@@ -336,6 +336,13 @@ class Look:
             products = []
         return attention, products
 
+    def named_weights(self) -> dict[str, Any]:
+        """Return the weights by the names of the inputs of a page's programs."""
+        named = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.weights):
+            named["0/" + jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+        return named
+
     def model_with(self, weights: Any) -> Any:
         """Return the model with other weights."""
         return nnx.merge(self._graph, weights)

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,17 @@ def pack_weights(
             "bytes": len(bytes_),
         }
         table.append(row)
-    # Without a time of writing, so that equal weights are equal text.
-    compressed = gzip.compress(b"".join(parts), COMPRESSION, mtime=0)
-    return PackedWeights(table, base64.b64encode(compressed).decode(), precision)
+    return PackedWeights(table, _compressed(b"".join(parts)), precision)
+
+
+def pack_json(values: Any) -> str:
+    """Pack plain data as text, as `page/weights.js` unpacks it."""
+    return _compressed(json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _compressed(contents: bytes) -> str:
+    # Without a time of writing, so that equal contents are equal text.
+    return base64.b64encode(gzip.compress(contents, COMPRESSION, mtime=0)).decode()
 
 
 def _is_float(array: Any) -> bool:

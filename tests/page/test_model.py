@@ -10,7 +10,7 @@ import pytest
 
 from jgpt.generation.decoding import generate
 from jgpt.pictures.model import page_model
-from jgpt.pictures.numbers import Changes, Look
+from jgpt.pictures.numbers import Changes
 from jgpt.pictures.weights import pack_weights
 from tests.javascript import needs_javascript, run_model, run_unpacking
 from tests.page.test_program import TOKENIZER, TOKENS, look_of
@@ -25,16 +25,8 @@ def described(name: str) -> dict[str, Any]:
     return page_model(look_of(name))
 
 
-def weights_of(look: Look) -> dict[str, Any]:
-    """The weights by the names of the programs' inputs."""
-    weights = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(look.weights):
-        weights["0/" + jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
-    return weights
-
-
 def records_of(name: str, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    return run_model(described(name), weights_of(look_of(name)), requests)
+    return run_model(described(name), look_of(name).named_weights(), requests)
 
 
 def values_of(array: dict[str, Any]) -> np.ndarray:

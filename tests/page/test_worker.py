@@ -9,10 +9,10 @@ import pytest
 
 from jgpt.generation.decoding import generate
 from jgpt.pictures.model import page_model
-from jgpt.pictures.weights import pack_weights
+from jgpt.pictures.weights import pack_json, pack_weights
 from tests.browser import CHROMIUM, browser
 from tests.javascript import INTERPRETER
-from tests.page.test_model import assert_same_record, weights_of
+from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENS, look_of
 
 ASK = """
@@ -34,10 +34,10 @@ new Promise((done) => {
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_worker_computes_records_and_writes_on(tmp_path):
     look = look_of("one's own")
-    weights = pack_weights(weights_of(look)).as_data()
+    weights = pack_weights(look.named_weights()).as_data()
     tokens = list(TOKENS[:4])
     questions = [
-        {"load": {"description": page_model(look), "weights": weights}},
+        {"load": {"description": pack_json(page_model(look)), "weights": weights}},
         {"compute": {"tokens": tokens, "prompt": 2}},
         {"compute": {"tokens": []}},
         {"write": {"tokens": tokens, "count": 3, "temperature": 0.9, "seed": 7}},

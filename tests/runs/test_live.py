@@ -540,7 +540,10 @@ def test_beside_training_the_programs_are_loaded_once_the_address_is_said(run, m
 
     monkeypatch.setattr(live, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(RunPage, "warm_up", warm_up)
-    for line in ("", json.dumps([str(run), PROMPT, None]) + "\n"):  # training was refused, or began
+    for line in (
+        "",
+        json.dumps([str(run), PROMPT, None, None]) + "\n",
+    ):  # training was refused, or began
         monkeypatch.setattr(sys, "stdin", io.StringIO(line))
         live.main()
         assert [text.startswith("http://127.0.0.1:") for text in said] == [True] * bool(line)

@@ -19,6 +19,7 @@ from jgpt.cli.options import (
 )
 from jgpt.cli.terminal import open_console, say
 from jgpt.durable import write_file
+from jgpt.words import format_bytes
 
 
 def look(
@@ -36,15 +37,19 @@ def look(
 ) -> Lines:
     """Write an HTML page that shows the inside of a model, or serve a live page.
 
+    Without a prompt, the page holds the model itself: it computes what you type and change.
+
     Args:
         prompt: The text to continue and to look at, at most block-size tokens.
-        max_new_tokens: The number of tokens to sample. By default 48, or fewer if the block or the
-            page is full.
+        max_new_tokens: The number of tokens to sample after the prompt. By default 48, or fewer if
+            the block or the page is full.
         live: Serve the page to this machine: change the prompt, heads and blocks in it.
         browser: With --live, open the page in the browser.
     """
-    if prompt is None and not live:
-        raise OptionError("give a prompt, or --live")
+    if prompt is None and not live and max_new_tokens is not None:
+        raise OptionError(
+            f"--max-new-tokens {max_new_tokens} has no effect without a prompt: give --prompt"
+        )
     run = runs.run_or_latest(run)
     if live:
         for option, value in (("--out", out), ("--max-new-tokens", max_new_tokens)):
@@ -63,11 +68,17 @@ def look(
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
     with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
-        from jgpt.pictures.page import look_page
+        from jgpt.pictures.page import look_page, model_page
 
         loaded, used_tokenizer, _ = opened
-        page = look_page(loaded, used_tokenizer, prompt or "", max_new_tokens, name)
+        if prompt is None:
+            page = model_page(loaded, used_tokenizer, name)
+        else:
+            page = look_page(loaded, used_tokenizer, prompt, max_new_tokens, name)
     write_file(path, page)
+    if prompt is None:
+        size = format_bytes(len(page.encode()))
+        return [f"wrote {out}, {size}: the model is in it; open it in a browser"]
     return [f"wrote {out}"]
 
 

@@ -28,8 +28,9 @@ function say(text, wrong = false) {
   $("said").textContent = text;
   $("said").classList.toggle("wrong", wrong);
 }
-/** What the server answers, or why it doesn't. */
+/** What the server answers, or why it doesn't; or what the page computes itself. */
 async function ask(what, asked) {
+  if (worker) return computed(asked);
   try {
     const headers = { "Content-Type": "application/json" };
     const answer = await fetch(what, { method: "POST", headers, body: JSON.stringify(asked) });
@@ -47,7 +48,7 @@ async function change(changes) {
   return asking;
 }
 async function askAgain() {
-  const slow = setTimeout(say, 1000, "the model computes: beside training it has to wait its turn");
+  const slow = setTimeout(say, 1000, "the model computes");
   while (again) {
     again = false;
     const found = await ask("look", state);
@@ -145,7 +146,8 @@ function startLive(found) {
   first = found;
   document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
-  for (const id of ["live", "training", "changes", "dials"]) $(id).hidden = false;
+  for (const id of ["live", "changes", "dials"]) $(id).hidden = false;
+  $("training").hidden = Boolean(found.worker);
   for (const dial of $("dials").querySelectorAll("input")) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {
@@ -167,7 +169,8 @@ function startLive(found) {
   $("reset").onclick = () => change(restored({}));
   addEventListener("hashchange", () => change(restored(inAddress())));
   state = restored(inAddress());
-  watchTraining();
+  if (found.worker) startWorker(found);
+  else watchTraining();
 }
 function inAddress() {
   try {
@@ -179,9 +182,11 @@ function inAddress() {
 /** A state that lacks nothing, in the controls too. */
 function restored(given) {
   const { text: prompt, checkpoint } = first;
-  const found = { prompt, checkpoint, other: null, heads: {}, blocks: {}, patch: null, ...given };
+  const none = { other: null, heads: {}, blocks: {}, patch: null, gradient: false };
+  const found = { prompt, checkpoint, ...none, ...given };
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";
+  $("gradient").checked = found.gradient;
   drawChoices(found);
   return found;
 }

@@ -1,14 +1,24 @@
-// Unpacks the weights that jgpt/pictures/weights.py has packed into the page.
+// Unpacks what jgpt/pictures/weights.py has packed into the page.
 //
 //   const weights = await unpackWeights(packed, interpreter);  // arrays by name
+//   const values = await unpackJson(text);
 "use strict";
 
-async function unpackWeights(packed, interpreter) {
-  const text = atob(packed.data);
-  const compressed = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) compressed[i] = text.charCodeAt(i);
+// The bytes of a text: gzip in base64.
+async function unpackBytes(text) {
+  const letters = atob(text);
+  const compressed = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) compressed[i] = letters.charCodeAt(i);
   const stream = new Blob([compressed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const buffer = await new Response(stream).arrayBuffer();
+  return new Response(stream).arrayBuffer();
+}
+
+async function unpackJson(text) {
+  return JSON.parse(new TextDecoder().decode(await unpackBytes(text)));
+}
+
+async function unpackWeights(packed, interpreter) {
+  const buffer = await unpackBytes(packed.data);
   const weights = {};
   for (const {name, shape, dtype, stored, start, bytes} of packed.table) {
     const array = interpreter.fromBytes(stored, shape, new Uint8Array(buffer, start, bytes));

@@ -2,7 +2,8 @@
 // model.js, weights.js and this file, one after the other.
 //
 // Messages to the worker, each with an `id` that its answers repeat:
-//   {id, load: {description, weights}}   what jgpt/pictures/model.py and weights.py make; comes first
+//   {id, load: {description, weights}}   comes first: what model.py and weights.py of jgpt/pictures
+//                                        make, the description as packed JSON
 //   {id, compute: {tokens, prompt, changes, gradient}}             a record of a text: see model.js
 //   {id, write: {tokens, count, temperature, seed}}                the tokens that follow a text
 // Answers:
@@ -16,7 +17,8 @@ let workerModel = null;
 async function answer({id, load, compute, write}) {
   if (load) {
     const weights = await unpackWeights(load.weights, interpreter);
-    workerModel = createModel(load.description, weights, interpreter);
+    const description = await unpackJson(load.description);
+    workerModel = createModel(description, weights, interpreter);
     return true;
   }
   if (compute) return workerModel.compute(compute);

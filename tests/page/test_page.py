@@ -1,0 +1,196 @@
+"""A page that holds its model, in a real browser: what is typed and changed is computed there."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgpt.pictures.numbers import Changes, Look
+from jgpt.pictures.page import model_page
+from tests.browser import CHROMIUM, Page, browser
+from tests.page.test_model import assert_same_record
+from tests.page.test_program import TOKENIZER, look_of
+from tests.quick import only
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+FIRST = "cabs"
+STARTED = """
+new Promise((done) => {
+  const look = () => data && $("closeness").textContent ? done(0) : setTimeout(look, 20);
+  look();
+})
+"""
+PATCH = {"block": 1, "position": 2}
+RECORD = """
+JSON.stringify(data, (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)
+"""
+
+
+def page_of(look: Look, prompt: str | None = FIRST, name: str = "x") -> str:
+    return model_page(look.model, TOKENIZER, name, prompt)
+
+
+@pytest.fixture(scope="module")
+def default_page() -> str:
+    return page_of(look_of("default preset"))
+
+
+@contextlib.contextmanager
+def opened(path: Any, html: str) -> Iterator[Page]:
+    """A browser with a page, once the page has computed its first text."""
+    path.write_text(html)
+    with browser() as page:
+        page.open(path)
+        page.run(STARTED)
+        yield page
+
+
+def changed(page: Page, **state: Any) -> dict[str, Any]:
+    """Change the state of a page; return its record."""
+    page.run(f"change({json.dumps(state)})")
+    return json.loads(page.run(RECORD))
+
+
+def said(page: Page, element: str) -> str:
+    return page.run(f"$('{element}').textContent")
+
+
+def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The records of a page after several changes, each with that of Python."""
+    text = "ips/be"[: look.model.block_size]
+    tokens = TOKENIZER.encode(text).tolist()
+    time = len(tokens)
+    pairs = [(changed(page, prompt=text), look(tokens, time))]
+    if not look.anatomy.blocks:
+        return pairs
+    heads = Changes(heads={(0, 1): 0.0}, blocks={1: 0.5})
+    page_heads = {"heads": {"0.1": 0}, "blocks": {"1": 0.5}}
+    pairs.append((changed(page, **page_heads), look(tokens, time, heads)))
+    patch = {"block": 1, "position": 2, "prompt": "tests!"}
+    patched = Changes(patch=(1, 2, "tests!"))
+    found = changed(page, heads={}, blocks={}, patch=patch)
+    pairs.append((found, look(tokens, time, patched)))
+    pairs.append((changed(page, patch=None), look(tokens, time)))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "name",
+    only(["default preset"], ["one's own", "default preset", "gpt2", "qwen3", "bigram", "lecture"]),
+)
+def test_what_is_typed_and_changed_is_computed_in_the_page(name, request, tmp_path):
+    look = look_of(name)
+    if name == "default preset":
+        html = request.getfixturevalue("default_page")
+    else:
+        html = page_of(look, FIRST[: look.model.block_size])
+    with opened(tmp_path / "page.html", html) as page:
+        pairs = records_of(page, look)
+
+        for found, expected in pairs:
+            assert_same_record(found | {"name": look.name}, expected)
+        if len(pairs) > 1:
+            with pytest.raises(AssertionError):
+                assert_same_record(pairs[1][0] | {"name": look.name}, pairs[0][1])
+        assert page.errors == []
+        assert [url.partition(":")[0] for url in page.requests] == ["file", "blob"]
+
+
+def test_a_page_says_how_close_it_is_to_jax_and_what_a_change_is_in_python(default_page, tmp_path):
+    look = look_of("default preset")
+    with opened(tmp_path / "page.html", default_page) as page:
+        closeness = said(page, "closeness")
+        changed(page, prompt="ips/be", heads={"0.1": 0}, patch={**PATCH, "prompt": "tests!"})
+        code = said(page, "code")
+
+    assert "with weights in float32" in closeness
+    relative = float(closeness.partition("are within ")[2].partition(" ")[0])
+    assert relative < 1e-5
+    expected = Changes(heads={(0, 1): 0.0}, patch=(1, 2, "tests!"))
+    assert code.replace('"', "'") == expected.as_code(look.anatomy, "ips/be").replace('"', "'")
+
+
+def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        before = changed(page, prompt="ips")
+        for state, reason in (
+            ({"prompt": "zoo"}, "unknown character “z” at position 0"),
+            ({"prompt": ""}, "the prompt is empty"),
+            ({"prompt": "ips", "patch": {**PATCH, "prompt": "be"}}, "a patch needs as many"),
+        ):
+            found = changed(page, **state)
+            assert reason in said(page, "said")
+            assert found == before
+        assert changed(page, patch=None) == before
+        assert said(page, "said") == ""
+        assert page.errors == []
+
+
+def test_the_backward_pass_is_shown_in_place_of_the_numbers(tmp_path):
+    look = look_of("one's own")
+    text = "ips/be"
+    tokens = TOKENIZER.encode(text)
+    with opened(tmp_path / "page.html", page_of(look)) as page:
+        before = changed(page, prompt=text)
+        page.run("$('gradient').click()")
+        page.run("asking")
+        found = json.loads(page.run(RECORD))
+
+    def loss_of(logits: Any) -> Any:
+        log_probabilities = jax.nn.log_softmax(logits[0, :-1])
+        return -log_probabilities[jnp.arange(len(tokens) - 1), tokens[1:]].mean()
+
+    logits = look.model(jnp.asarray(tokens)[None])
+    expected = np.asarray(jax.grad(loss_of)(logits))[0]
+    assert found["arrays"][-1]["name"] == "logits"
+    values = found["arrays"][-1]["values"]
+    gradient = np.reshape(values["steps"], values["shape"])[:, 0]  # time batch vocab
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+    assert found["loss"] == pytest.approx(float(loss_of(logits)), rel=1e-5)
+    shown = before["arrays"][-1]["values"]["steps"]
+    assert not np.allclose(values["steps"], shown)
+
+
+def test_a_token_is_written_from_the_bars(tmp_path):
+    with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
+        changed(page, prompt="ips")
+        page.run("choose(goTo(2)); $('bars').querySelector('button').click()")
+        page.run("asking")
+        found = json.loads(page.run(RECORD))
+
+    before = found["tokens"][:3]
+    assert TOKENIZER.decode(before) == "ips"
+    likeliest = look_of("one's own")(before, 3)["candidates"][-1][2][0]
+    assert found["tokens"] == [*before, likeliest]
+
+
+def test_a_page_begins_with_a_text_that_the_model_writes(tmp_path):
+    look = look_of("one's own")
+    with opened(tmp_path / "page.html", page_of(look, None)) as page:
+        found = json.loads(page.run(RECORD))
+
+    assert found["text"].startswith("\n")  # the default prompt
+    assert len(found["tokens"]) == min(49, look.most_tokens())
+    np.testing.assert_allclose(
+        found["log_probabilities"][-1][0],
+        look(found["tokens"], len(found["tokens"]))["log_probabilities"][-1][0],
+        atol=2e-5,
+    )
+
+
+def test_nothing_in_a_name_or_a_prompt_runs(tmp_path):
+    name = "</script><script>document.title='ran'</script>{{style}}"
+    html = page_of(look_of("one's own"), "<!/<!/s", name)
+    with opened(tmp_path / "page.html", html) as page:
+        title = page.run("document.title")
+        text = json.loads(page.run(RECORD))["text"]
+
+    assert title == f"Inside {name}"
+    assert text == "<!/<!/s"
+    assert page.errors == []
