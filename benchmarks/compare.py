@@ -34,6 +34,7 @@ from runner import (
     trained_by_jgpt,
 )
 from stepping import variant
+from tables import ON_A_CPU
 from texts import write_code
 
 from jgpt.data.corpus import shakespeare_file
@@ -151,6 +152,16 @@ def time_to_loss(
             trained_by_jgpt("the default preset"),
         ]
         compare("time_to_loss", variants, options)
+
+
+def preset_times(options: Rounds) -> None:
+    """The whole command `jgpt train PRESET` for the presets that two CPU cores train, without a
+    sample. Each round has a seed; `shakespeare-best`, which takes longest, is trained once."""
+    variants = []
+    for name in ON_A_CPU:
+        variants.append(trained_by_jgpt(name, name))
+    variants[-1] = replace(variants[-1], rounds=1)
+    compare("preset_times", variants, options)
 
 
 def memory(options: Rounds, nanogpt: Path = NANOGPT, gigabytes: float = 1.0) -> None:
@@ -510,6 +521,7 @@ def gpu_train(
 COMPARISONS = (
     step_time,
     time_to_loss,
+    preset_times,
     memory,
     prepare,
     large_text,

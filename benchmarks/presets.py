@@ -8,6 +8,7 @@ The figures are those of `jgpt info PRESET`. Presets that no CPU trains have no 
 from typing import Any
 
 import runner
+from tables import ON_A_CPU
 
 from jgpt import hardware
 from jgpt.nn import precision
@@ -15,16 +16,7 @@ from jgpt.nn.costs import parts_of
 from jgpt.presets import PRESETS
 from jgpt.training.memory import training_memory, with_micro_batches
 
-ON_A_CPU = (
-    "bigram",
-    "tiny",
-    "lecture",
-    "nanogpt-cpu",
-    "modern",
-    "modern-cpu",
-    "shakespeare-best",
-    "nanogpt-char",
-)
+COMPILED = (*ON_A_CPU, "nanogpt-char")
 """The presets whose train step is compiled, for its memory."""
 
 
@@ -36,7 +28,7 @@ def sizes(name: str) -> dict[str, Any]:
         "steps": config.steps,
         "tokens_per_step": config.batch_size * config.model.block_size,
     }
-    if name in ON_A_CPU:
+    if name in COMPILED:
         # as `jgpt info`: what is `auto` is decided first, or the memory is another program's
         machine = hardware.this_machine()
         decided = precision.run_for_platform(config, machine.platform)
