@@ -419,7 +419,7 @@ def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_wait
                 events.append(("dispatched", first + count))
             names = ("loss", "gradient_norm", "learning_rate")
             unread = {name: Unread(events, first + count, getattr(metrics, name)) for name in names}
-            return state, type("Metrics", (), unread)
+            return state, type("Metrics", (), {**unread, "extra": None})
 
         return run
 
