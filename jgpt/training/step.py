@@ -202,7 +202,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
             filled = jax.tree.map(lambda row, value: row.at[i].set(value), metrics, measured)
             return i + 1, state, filled
 
-        empty = jnp.zeros(len(jax.tree.leaves(windows)[0]), dtype)  # steps
+        empty = jnp.zeros(jax.tree.leaves(windows)[0].shape[0], dtype)  # steps
         extra = None
         if config.objective is not None:
             # The names of an objective's metrics are known only from a trace.
