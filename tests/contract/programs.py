@@ -213,6 +213,16 @@ def halves_of_batch(tokens: Any, weights: Any, documents: Any) -> Any:
     return batch.inputs, batch.targets
 
 
+def objective_with_metrics(config: TrainConfig) -> Any:
+    teacher = jnp.ones(17)
+
+    def objective(model: Any, batch: Batch, rngs: Any) -> jgpt.Loss:
+        loss = next_token_loss(model, batch, rngs).value
+        return jgpt.Loss(loss, metrics={"teacher": teacher.sum()})
+
+    return objective
+
+
 def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
@@ -236,6 +246,9 @@ def training() -> None:
         first_loss(own, weights, Batch(tokens), key)
 
     traced(own_objective, abstract_state(TRAIN).weights, INT(4, 9), KEY)
+    with_metrics = dataclasses.replace(TRAIN, objective=objective_with_metrics)
+    train = step.make_train_steps(with_metrics)
+    train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6)
     traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
     gpt = model_of(LECTURE)
     packed = jax.tree_util.Partial(lambda *arrays: next_token_loss(gpt, Batch(*arrays)).value)
