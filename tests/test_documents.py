@@ -303,6 +303,7 @@ def files(tmp_path_factory, shakespeare, poem) -> Path:
     (folder / "lines.jsonl").write_text(documents)
     (folder / "records.json").write_text("[]")
     np.save(folder / "notes.npy", np.tile([60, 62, 64, 65, 67, 69, 71, 72], 60))
+    (folder / "other.txt").write_text("Yours as men can see\n" * 9)
     (folder / "other.csv").write_text('line,act\n"Yours as men",3\n')
     tokenizer = with_chat_tokens(jgpt.BPETokenizer.train([notes], 263))
     model = random_gpt("qwen3", vocab_size=320, block_size=128)
