@@ -46,7 +46,7 @@ REST = fields(
     model: embedding_shortcut=False logit_softcap=None dtype='float32' activation_dtype='auto'
     model: attention_kernel='auto' param_dtype='float32' remat=False scan_layers=False
     model: make=None
-    optimizer: make=None
+    optimizer: make=None trainable=()
     optimizer: decay_fraction=0.5 schedule_steps=None embedding_learning_rate=None ema_decay=0.0
     optimizer: muon_learning_rate=0.02 muon_weight_decay=0.0 muon_momentum=0.95
     dataset: data_field='text' token_dtype='auto' numbers_vocab_size=None make=None

@@ -202,11 +202,13 @@ MODEL_LINES = {
     "logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)": (
         "logits: float32[b t 65]"
     ),
-    "loss, gradients = gradients_of(trained, window, step_key)": (
+    "loss, gradients, extra = gradients_of(trained, arrays, batch, step_key)": (
         "loss: float32[]; gradients: 11 arrays"
     ),
     'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",
-    'window = rules.shard_by_name(window, "batch", None)': "window: int32[b t+1]",
+    'batch = jax.tree.map(lambda leaf: rules.shard_by_name(leaf, "batch", None), batch)': (
+        "batch: int32[b t+1]"
+    ),
 }
 """Lines of each file that `docs/read_the_model.md` shows."""
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +246,8 @@ def shapes_of(annotation: Any, value: Any) -> list[Shape]:
     if leaf_annotation:
         return _shapes_of_tree(leaf_annotation, value)
 
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return _shapes_of_record(annotation, value)
     parts = get_args(annotation)
     if isinstance(value, tuple) and len(parts) == len(value):
         shapes = []
@@ -274,6 +276,19 @@ def _shapes_of_array(annotation: Any, value: Any) -> list[Shape]:
         for size in sizes:
             dimensions.append((plain_name, size))
     return [Shape(dtype, tuple(dimensions))]
+
+
+def _shapes_of_record(record: type, value: Any) -> list[Shape]:
+    """Return the shapes of a record of arrays, such as a batch; of other records there are none."""
+    hints = get_type_hints(record, include_extras=True)
+    shapes = []
+    for entry in dataclasses.fields(record):
+        annotation = hints[entry.name]
+        # A train state has trees of arrays, which would fill pages.
+        if not any(is_array(part) for part in (annotation, *get_args(annotation))):
+            return []
+        shapes += shapes_of(annotation, getattr(value, entry.name, None))
+    return shapes
 
 
 def _shapes_of_tree(leaf_annotation: Any, tree: Any) -> list[Shape]:

@@ -591,7 +591,9 @@ def test_a_hostile_tokenizer_runs_nothing_in_a_page(page, tmp_path, kind):
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary["kind"] == kind
     path = tmp_path / "look.html"
-    path.write_text(html.page_of({"vocabulary": vocabulary}), encoding="utf-8")
+    path.write_text(
+        html.page_of({"vocabulary": vocabulary}, libraries=("tokenizer",)), encoding="utf-8"
+    )
 
     page.open(path)
     page.errors.clear()  # this page has no numbers
