@@ -507,7 +507,7 @@ def test_the_command_has_its_source_as_json():
         pytest.param(
             "--train",
             "gradients_of",
-            "loss, gradients = ",
+            "_, (loss, gradients, metrics) = ",
             "loss: float32[]; gradients: 19 arrays",
             marks=pytest.mark.slow,
         ),
