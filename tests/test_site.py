@@ -207,7 +207,7 @@ MODEL_LINES = {
     ),
     'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",
     'batch = jax.tree.map(lambda leaf: rules.shard_by_name(leaf, "batch", None), batch)': (
-        "batch: int32[b t+1]"
+        "batch: int32[batch=b window=t+1]"
     ),
 }
 """Lines of each file that `docs/read_the_model.md` shows."""

@@ -775,6 +775,8 @@ def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
             return tuple(shapes)
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, nnx.Variable)):
         return (_shape(value),)
+    if dataclasses.is_dataclass(value):
+        return tuple(shapes_of(type(value), value))
     if not isinstance(value, (tuple, list, dict)):
         return ()
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is not value and _is_object(leaf))

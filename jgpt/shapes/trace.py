@@ -280,7 +280,10 @@ def _shapes_of_array(annotation: Any, value: Any) -> list[Shape]:
 
 def _shapes_of_record(record: type, value: Any) -> list[Shape]:
     """Return the shapes of a record of arrays, such as a batch; of other records there are none."""
-    hints = get_type_hints(record, include_extras=True)
+    try:
+        hints = get_type_hints(record, include_extras=True)
+    except NameError:  # a name that only a type checker imports
+        return []
     shapes = []
     for entry in dataclasses.fields(record):
         annotation = hints[entry.name]
