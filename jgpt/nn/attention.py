@@ -62,6 +62,8 @@ def attention_weights(
     Scores are scaled by `head_dim ** -0.5`, or by `scale`; the softmax is computed in at least
     float32 (Vaswani et al. 2017, section 3.2.1). The mask may have leading axes, which are
     broadcast to those of the queries. A fully masked row gets uniform weights.
+
+    Raises ValueError for a mask with other leading axes.
     """
     at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
     # Accumulated in float32 and never rounded to 16 bits: scores whose difference bfloat16 can't
@@ -75,11 +77,25 @@ def attention_weights(
     else:
         scores = scores * scale
     if mask is not None:
+        _require_broadcast(mask.shape[:-2], query.shape[:-2])
         # The lowest finite number, since a softmax over a row of only -inf is NaN.
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1)
     # Rounded only now, because the product with the values needs operands of one dtype.
     return weights.astype(query.dtype)
+
+
+def _require_broadcast(leading: tuple[int, ...], batch: tuple[int, ...]) -> None:
+    """Raise ValueError for a mask whose leading axes do not broadcast to those of the queries."""
+    try:
+        shape = jnp.broadcast_shapes(leading, batch)
+    except ValueError:
+        shape = None
+    if shape != batch:
+        raise ValueError(
+            f"mask has the leading axes {leading}, which do not broadcast to those of the "
+            f"queries, {batch}"
+        )
 
 
 @typed

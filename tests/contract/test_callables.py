@@ -79,7 +79,7 @@ SAMPLE: dict[str, dict[str, Any]] = {
         "query": Float[Array, "*batch query head_dim"],
         "key": Float[Array, "*batch key head_dim"],
         "value": Float[Array, "*batch key value_dim"],
-        "mask": Bool[Array, "query key"],
+        "mask": Bool[Array, "*leading query key"],
     },
     "nn.loss.token_losses": {
         "logits": Float[Array, "*rows vocab"],

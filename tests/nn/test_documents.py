@@ -1,6 +1,7 @@
 """Document masks: several documents in one window, each as if it were alone."""
 
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -35,6 +36,15 @@ def test_a_mask_may_have_any_leading_axes():
     np.testing.assert_allclose(found, expected.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
     with pytest.raises((TypeError, ValueError)):
         attention_weights(query, key, jnp.ones((2, 1, 5, 5), bool))
+
+
+@pytest.mark.parametrize("leading", [(4, 1), (1, 3, 1), (2,)])
+def test_a_mask_whose_leading_axes_do_not_fit_is_named(leading):
+    x = jnp.ones((3, 7, 5, 4))
+    message = rf"^mask has the leading axes {re.escape(str(leading))}, .* queries, \(3, 7\)$"
+
+    with pytest.raises(ValueError, match=message):
+        attend(x, x, x, jnp.ones((*leading, 5, 5), bool))
 
 
 def test_masks_and_positions_of_documents():
