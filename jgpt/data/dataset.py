@@ -482,7 +482,7 @@ def _require_in_vocabulary(
         return
     raise ValueError(
         f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
-        f"{tokenizer.vocab_size}: {advice}"
+        f"{tokenizer.vocab_size:,}: {advice}"
     )
 
 
@@ -1115,7 +1115,7 @@ def _open_bare_tokens(
 def _open_npy(path: Path, named: TokenDtype) -> Integer[np.ndarray, " tokens"]:
     """Map a file of `numpy.save` into memory."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} can't be read as .npy: {error}") from None
     tokens = _whole_numbers(str(path), array)
