@@ -177,8 +177,14 @@ class Call:
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        """The annotations of the arguments that are arrays."""
-        return {name: self.signature.parameters[name].annotation for name in self.arrays}
+        """The annotations of the arguments that are arrays, or trees of arrays of a named size."""
+        found = {}
+        for name in self.order:
+            hint = self.signature.parameters[name].annotation
+            leaf = getattr(hint, "leaftype", None)
+            if name in self.arrays or getattr(leaf, "dim_str", "").strip().isidentifier():
+                found[name] = hint
+        return found
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """What the dimensions in the annotations stand for, each `*batch` for several."""
