@@ -11,7 +11,8 @@ NEWEST := $(VENV)-newest
 NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) $(shell python3.13 -c 'import sys; print(sys.executable)' 2>/dev/null))
 NEWEST_TESTS := tests/cli/test_cli.py tests/test_config.py \
 	tests/contract/test_calls.py tests/contract/test_messages.py tests/contract/test_transforms.py \
-	tests/nn/test_attention.py tests/nn/test_layers.py tests/nn/test_transformer.py
+	tests/nn/test_attention.py tests/nn/test_layers.py tests/nn/test_transformer.py \
+	tests/page/test_model.py
 # Flax announced these as its defaults to come: modules are trees, and updates are returned
 FLAX_TO_COME := NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false
 FLAX_TESTS := tests/generation/test_decoding.py tests/nn/test_transformer.py tests/training/test_step.py

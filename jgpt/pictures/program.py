@@ -315,6 +315,23 @@ PRIMITIVES: dict[str, Callable[[Parameters], Parameters]] = {
 }
 """The primitives of the interpreter, each with a function that makes its parameters plain data."""
 
+
+def _horner(x: Any, *coefficients: Any) -> Any:
+    """Return a polynomial's value; the coefficient of the highest power is the last."""
+    value = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        value = coefficient + x * value
+    return value
+
+
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "log2": lambda x: jnp.log(x) / math.log(2),
+    # As JAX compiles it: 1 - x**2 would lose the digits of an x near 1.
+    "one_minus_square": lambda x: (1 + x) * (1 - x),
+    "polynomial": _horner,
+}
+"""Primitives since JAX 0.12, by operations that earlier versions have, too."""
+
 _ALIASES = {"add_any": "add"}
 _SAME_VALUES = ("copy", "copy_p", "optimization_barrier", "sharding_constraint", "stop_gradient")
 """Primitives whose results are their operands."""
@@ -386,6 +403,9 @@ class _Flattener:
             return [self._part(operands[0], index, axis) for index in range(count)]
         if name in _OF_KEYS:
             return self._of_keys(equation, operands, line)
+        if name in DEFINITIONS:
+            defined = jax.make_jaxpr(DEFINITIONS[name])(*[v.aval for v in equation.invars])
+            return self.run(defined.jaxpr, defined.consts, operands, line)
         if name not in PRIMITIVES:
             inner = _inner_jaxpr(parameters)
             if inner is None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jgpt import CharTokenizer
 from jgpt.pictures.model import forward_program, gradient_program
 from jgpt.pictures.numbers import Look
-from jgpt.pictures.program import make_program
+from jgpt.pictures.program import DEFINITIONS, make_program
 from tests.javascript import Call, needs_javascript, run_programs
 from tests.models import random_model
 from tests.quick import only
@@ -69,6 +69,26 @@ def test_inputs_and_outputs_have_the_names_of_their_paths():
 
     assert list(program.inputs) == ["0/blocks/0", "0/head", "1"]
     assert list(program.outputs) == ["sum/0", "sum/1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "expected"),
+    [
+        ("log2", (), np.log2),
+        ("one_minus_square", (), lambda x: 1 - x**2),
+        ("polynomial", (5.0, -3.0, 2.0), lambda x: 5 - 3 * x + 2 * x**2),
+    ],
+)
+def test_a_primitive_of_a_newer_jax_is_made_of_others(name, coefficients, expected):
+    x = np.array([0.25, 0.9999, 1.0, 3.0, 1e-20], np.float32)
+
+    found = DEFINITIONS[name](x, *map(np.float32, coefficients))
+
+    np.testing.assert_allclose(found, expected(x.astype(np.float64)), rtol=1e-6)
+    if hasattr(jax.lax, name):  # then a program has it
+        makes = {"polynomial": lambda x: jax.lax.polynomial(x, coefficients)}
+        program = make_program(makes.get(name) or getattr(jax.lax, name), x)
+        assert name not in names_of(program)
 
 
 def test_equal_constants_are_stored_once():
