@@ -186,9 +186,10 @@ class Code(Fields):
         record = getattr(make, "code", None)
         if isinstance(record, Code):  # a tokenizer that was wrapped already
             return record
-        if not callable(make):  # an object, such as a tokenizer, has the file of its class
-            make = type(make)
         name = getattr(make, "__qualname__", type(make).__qualname__)
+        if not callable(make):  # an object, such as a tokenizer, has the file of its class
+            name = _name_of_object(make)
+            make = type(make)
         try:
             path = Path(inspect.getfile(make))
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -201,6 +202,20 @@ class Code(Fields):
         for file, sha256 in imported_beside(path).items():
             modules.append((file.relative_to(path.parent).as_posix(), sha256))
         return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
+
+
+def _name_of_object(instance: Any) -> str:
+    """Return the name of an object in the module of its class, or else the name of the class.
+
+    With the object's own name the user can load it again, which its class may not make alone.
+    """
+    kind = type(instance)
+    module = sys.modules.get(kind.__module__)
+    if module is not None:
+        for name, value in vars(module).items():
+            if value is instance:
+                return name
+    return kind.__qualname__
 
 
 def imported_beside(path: Path) -> dict[Path, str]:

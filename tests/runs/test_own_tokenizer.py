@@ -9,6 +9,7 @@ import pytest
 import jgpt
 from jgpt import DataConfig, ModelConfig, TrainConfig
 from jgpt.data.dataset import load_dataset
+from jgpt.fields import Code
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.load import load
 from jgpt.user_code import load_code
@@ -169,3 +170,15 @@ def test_a_dataset_may_have_an_own_tokenizer(folder):
     assert evaluation.loss == pytest.approx(run.validation_loss, rel=1e-6)
     with pytest.raises(ValueError, match="trained on a Dataset in Python: give it again"):
         jgpt.evaluate(run.directory, tokenizer=Letters())
+
+
+def test_an_object_is_recorded_by_the_name_with_which_it_is_loaded_again(tmp_path):
+    """Its class alone may not make it: this one has an argument."""
+    source = FILE + "\n    def __init__(self, vocab_size):\n        self.vocab_size = vocab_size\n"
+    (tmp_path / "my.py").write_text(source + "\n\nchess = Chess(8)\n")
+    named = f"{tmp_path / 'my.py'}:chess"
+    chess = load_code(named)
+
+    assert Code.of(chess).named == named
+    assert Code.of(type(chess)).name == "Chess"
+    assert Code.of(type(chess)(9)).name == "Chess"  # an object without a name in its file
