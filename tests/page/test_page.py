@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgpt.data.tokenizers import NumberTokenizer
+from jgpt.generation.decoding import generate
+from jgpt.pictures import page as page_module
 from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.page import model_page
 from tests.browser import CHROMIUM, Page, browser
@@ -157,6 +160,35 @@ def test_the_backward_pass_is_shown_in_place_of_the_numbers(tmp_path):
     assert not np.allclose(values["steps"], shown)
 
 
+def test_a_link_holds_what_was_changed(default_page, tmp_path):
+    path = tmp_path / "page.html"
+    with opened(path, default_page) as page:
+        before = changed(
+            page, prompt="ips/be", heads={"0.1": 0}, patch={**PATCH, "prompt": "tests!"}
+        )
+        link = page.run("location.href")
+        page.run("change(restored({}))")
+        assert json.loads(page.run(RECORD)) != before
+        page.open("about:blank")
+        page.open(link)
+        page.run(STARTED)
+
+        assert json.loads(page.run(RECORD)) == before
+        assert "JAX" not in said(page, "closeness")  # which has computed the first text alone
+        assert page.errors == []
+
+
+def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):
+    look = look_of("one's own")
+    with pytest.raises(ValueError, match="because its tokens have no text: give a prompt"):
+        model_page(look.model, NumberTokenizer(17), "x")
+    monkeypatch.setattr(page_module, "MOST_PARAMETERS", 20)
+    with pytest.raises(
+        ValueError, match=r"^\d+ parameters are too many for a page, which holds 20"
+    ):
+        page_of(look)
+
+
 def test_a_token_is_written_from_the_bars(tmp_path):
     with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
         changed(page, prompt="ips")
@@ -168,6 +200,17 @@ def test_a_token_is_written_from_the_bars(tmp_path):
     assert TOKENIZER.decode(before) == "ips"
     likeliest = look_of("one's own")(before, 3)["candidates"][-1][2][0]
     assert found["tokens"] == [*before, likeliest]
+
+
+def test_the_worker_of_a_page_writes_the_tokens_of_generate(tmp_path):
+    look = look_of("one's own")
+    question = {"write": {"tokens": [3, 1, 4], "count": 5, "temperature": 0.9, "seed": 7}}
+    with opened(tmp_path / "page.html", page_of(look)) as page:
+        written = page.run(f"askWorker({json.dumps(question)})")
+
+    key = jax.random.key(7)
+    drawn = generate(look.model, jnp.asarray([[3, 1, 4]]), 5, key=key, temperature=0.9)
+    assert written == drawn[0, 3:].tolist()
 
 
 def test_a_page_begins_with_a_text_that_the_model_writes(tmp_path):

@@ -11,7 +11,8 @@ function askWorker(question) {
     worker.postMessage({ id, ...question });
   });
 }
-function hearWorker({ data: { id, done, error } }) {
+function hearWorker({ data: { id, done, error, token } }) {
+  if (token !== undefined) return;  // while it writes: the whole text comes at the end
   const { done: resolve, fail } = asked.get(id);
   asked.delete(id);
   if (error === undefined) resolve(done);
@@ -94,14 +95,17 @@ function codeOf({ prompt, heads, blocks, patch }, paths) {
   return [...lines, "edits = {", ...rows, "}", "logits = jgpt.edit(model, edits)(tokens)"].join("\n");
 }
 
-/** Say how far the first numbers are from those that JAX computed when the page was written. */
+/** Say what the page is, and how far its first numbers are from JAX's, unless a link changes them. */
 function sayHowClose() {
   const { expected, precision } = first;
-  if (state.prompt !== first.text || data?.before) return;
-  const found = data.log_probabilities[depths].flat();
-  const largest = Math.max(...expected.map(Math.abs));
-  const apart = Math.max(...expected.map((x, i) => Math.abs(x - found[i]))) / largest;
-  $("closeness").textContent = `This file holds the model, with weights in ${precision}, and `
-    + `computes every number here. On the first text its log probabilities are within `
-    + `${apart.toExponential(0)} of JAX's.`;
+  const sentences = [`This file holds the model, with weights in ${precision}, and computes every `
+    + "number here."];
+  if (data && state.prompt === first.text && !data.before) {
+    const found = data.log_probabilities[depths].flat();
+    const largest = Math.max(...expected.map(Math.abs));
+    const apart = Math.max(...expected.map((x, i) => Math.abs(x - found[i]))) / largest;
+    sentences.push("On the first text its log probabilities are within "
+      + `${apart.toExponential(0)} of JAX's.`);
+  }
+  $("closeness").textContent = sentences.join(" ");
 }
