@@ -38,7 +38,7 @@ function runModel({description, weights, requests}) {
   const plain = (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value;
   return requests.map((request) => {
     try {
-      const answer = request.count === undefined ? model.compute(request) : model.write(request);
+      const answer = request.count === undefined ? model.compute(request) : [...model.writing(request)];
       return JSON.parse(JSON.stringify(answer, plain));
     } catch (error) {
       return {error: error.message};

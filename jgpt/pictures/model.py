@@ -72,17 +72,18 @@ def forward_program(look: Look, length: int) -> Program:
 def gradient_program(look: Look, length: int) -> Program:
     """Return the program of the loss's gradient for each array of the forward pass.
 
-    Its inputs are those of the forward program, and `2`: the number of tokens that are a text. The
-    loss is the mean over the tokens after the first; `arrays/i` is the gradient for array i.
+    Its inputs are those of the forward program, and `2`: the share of each prediction in the loss,
+    which is 0 for those of padding. `arrays/i` is the gradient for array i.
     """
     inputs = look.neutral_inputs(length)
+    no_shares = np.zeros(length - 1, np.float32)
     forward = functools.partial(_loss_and_arrays, look)
-    closed = jax.make_jaxpr(forward)(look.weights, inputs, np.int32(length))
+    closed = jax.make_jaxpr(forward)(look.weights, inputs, no_shares)
     arrays = closed.jaxpr.outvars[1:]
     variables = list(dict.fromkeys(arrays))  # a function may return its argument
 
-    def gradients(weights: Any, inputs: Any, count: Any) -> dict[str, Any]:
-        arguments = jax.tree.leaves((weights, inputs, count))
+    def gradients(weights: Any, inputs: Any, shares: Any) -> dict[str, Any]:
+        arguments = jax.tree.leaves((weights, inputs, shares))
 
         def loss(changes: Sequence[Any]) -> Any:
             return _evaluate(closed, arguments, dict(zip(variables, changes, strict=True)))[0]
@@ -92,18 +93,19 @@ def gradient_program(look: Look, length: int) -> Program:
         gradient_of = dict(zip(variables, found, strict=True))
         return {"loss": value, "arrays": [gradient_of[variable] for variable in arrays]}
 
-    return make_program(gradients, look.weights, inputs, np.int32(length))
+    return make_program(gradients, look.weights, inputs, no_shares)
 
 
-def _loss_and_arrays(look: Look, weights: Any, inputs: Any, count: Any) -> list[Any]:
-    """Return the loss on a text of `count` tokens and padding, then the arrays of its pass."""
+def _loss_and_arrays(look: Look, weights: Any, inputs: Any, shares: Any) -> list[Any]:
+    """Return the loss on a text and padding, then the arrays of its pass."""
     arrays = look.traced_arrays(weights, inputs)
     logits = arrays[-1]
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))[0, :-1]  # time-1 vocab
     following = inputs["tokens"][0, 1:]  # time-1
     chosen = jnp.take_along_axis(log_probabilities, following[:, None], axis=-1)[:, 0]
-    is_text = jnp.arange(1, len(following) + 1) < count
-    return [-jnp.where(is_text, chosen, 0).sum() / (count - 1), *arrays]
+    # Not a product alone: a prediction of padding may be -inf, and 0 * inf is NaN.
+    counted = jnp.where(shares > 0, shares * chosen, 0)
+    return [-counted.sum(), *arrays]
 
 
 def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) -> list[Any]:

@@ -505,7 +505,7 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
 
     def walk(traced: ShapeTrace) -> None:
         call = calls[id(traced)]
-        name = _short_name(traced.path)
+        name = short_name(traced.path)
         for argument, shapes in traced.arguments.items():
             value = call.arguments.get(argument)
             if is_new(shapes, value):
@@ -525,7 +525,7 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
     return arrays
 
 
-def _short_name(path: str) -> str:
+def short_name(path: str) -> str:
     """Return the last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
     last_dot = path.rstrip(".0123456789").rfind(".")
     return path[last_dot + 1 :]

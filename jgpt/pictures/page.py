@@ -15,6 +15,7 @@ from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.nn.models import LanguageModel
+from jgpt.pictures.code import code_of
 from jgpt.pictures.model import page_model
 from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.vocabulary import vocabulary_of
@@ -120,6 +121,7 @@ def model_page(
         "description": pack_json(page_model(look)),
         "weights": weights.as_data(),
         "worker": "\n".join(worker),
+        "code": code_of(model),
     }
     # The worker's script is text in the page, which the browser runs from memory.
     policy = "connect-src 'none'; worker-src blob:"

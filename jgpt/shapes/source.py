@@ -201,6 +201,16 @@ class AnnotatedSource:
         }
 
 
+@dataclass(frozen=True)
+class MadeAt:
+    """The line that made an array, and the lines that called its function, the nearest first."""
+
+    path: str
+    line: int
+    callers: tuple[tuple[str, int], ...]
+    """Paths and lines, of the functions that are shown."""
+
+
 def _heading(function: FunctionSource) -> str:
     heading = f"{function.file}: {function.name}"
     if function.calls > 1:
@@ -295,6 +305,30 @@ def source_of_calls(
         if 1 not in other_points:
             note = f"The lines depend on the sizes; these are the shapes near {sizes}."
     return _annotated(first, records, note)
+
+
+def lines_of_arrays(
+    function: Callable[..., Mapping[Any, Any]],
+    arguments: tuple[Any, ...],
+    folders: frozenset[str],
+) -> dict[Any, MadeAt]:
+    """Return the line that made each of the arrays that a function returns, by their keys.
+
+    It is the first line in `folders` that set or returned the array; for one that was only passed
+    on, such as the sum in `norm(x + y)`, it is the line of that call. Nothing is computed.
+    """
+    recording = _Recording(folders, keeps_arrays=True)
+    found: dict[Any, MadeAt] = {}
+
+    def traced(*arguments: Any) -> None:
+        # Inside the trace, where the arrays are those that the lines have set.
+        for key, array in function(*arguments).items():
+            made = recording.made.get(id(array))
+            if made is not None:
+                found[key] = made
+
+    _fill(recording, traced, arguments)
+    return found
 
 
 def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -> AnnotatedSource:
@@ -522,9 +556,19 @@ class _Record:
 class _Recording:
     """What happened in the functions of some folders while a call ran."""
 
-    def __init__(self, folders: frozenset[str], *, has_values: bool = False) -> None:
+    def __init__(
+        self,
+        folders: frozenset[str],
+        *,
+        has_values: bool = False,
+        keeps_arrays: bool = False,
+    ) -> None:
         self.folders = folders
         self.has_values = has_values
+        self.keeps_arrays = keeps_arrays
+        self.made: dict[int, MadeAt] = {}
+        """With `keeps_arrays`, the first line that had each array, by the array's id."""
+        self._arrays: list[Any] = []
         self.not_finite: tuple[_Place, int, str] | None = None
         """The first line that has set an array with NaN or inf, and the name that it has set."""
         self.records: list[_Record] = []
@@ -564,6 +608,10 @@ class _Recording:
         annotations = self._annotations.get(place, {})
         for name, value in dict(frame.f_locals).items():  # the arguments
             self._add(place, statements.first, name, annotations.get(name), value)
+            if self.keeps_arrays:
+                caller = self._shown_caller(frame)
+                if caller is not None:
+                    self._note(value, *caller)
         return self._trace_lines(place, statements, annotations.get("return"))
 
     def _trace_lines(self, place: _Place, statements: "_Statements", result: Any) -> Any:
@@ -588,6 +636,7 @@ class _Recording:
                 # A `with` statement ends after the `return` inside it.
                 self._returned[place] = return_line or line
                 self._add(place, return_line or line, "return", result, value)
+                self._note(value, frame, place, return_line or line)
             return trace_line
 
         return trace_line
@@ -599,6 +648,7 @@ class _Recording:
         variables = dict(frame.f_locals)
         for name in statements.names.get(line, ()):
             self._add(place, line, name, None, variables.get(name))
+            self._note(variables.get(name), frame, place, line)
         for name, attribute in statements.attributes.get(line, ()):
             # Not getattr, which would call properties.
             attributes = getattr(variables.get(name), "__dict__", {})
@@ -615,6 +665,30 @@ class _Recording:
         for found in statistics:
             if self.not_finite is None and found is not None and found.is_alarming:
                 self.not_finite = (place, line, name)
+
+    def _note(self, value: Any, frame: types.FrameType, place: _Place, line: int) -> None:
+        """Note the line that made an array, if it is the first that has it."""
+        if not self.keeps_arrays or not isinstance(value, jax.Array) or id(value) in self.made:
+            return
+        self._arrays.append(value)  # since the id of an array that is gone may be another's
+        callers = []
+        caller = self._shown_caller(frame)
+        while caller is not None:
+            caller_frame, caller_place, number = caller
+            callers.append((caller_place.file, number))
+            caller = self._shown_caller(caller_frame)
+        self.made[id(value)] = MadeAt(place.file, line, tuple(callers))
+
+    def _shown_caller(self, frame: types.FrameType) -> tuple[types.FrameType, _Place, int] | None:
+        """Return the nearest caller that is shown, with its place and the line that it runs."""
+        caller = frame.f_back
+        while caller is not None:
+            place = _place(caller.f_code)
+            statements = self.statements.get(place)
+            if statements is not None:
+                return caller, place, statements.start_of(caller.f_lineno)
+            caller = caller.f_back
+        return None
 
     def fail(self, error: Exception) -> None:
         """Record the last line that is shown among those that an error passed through.
@@ -723,12 +797,18 @@ def _record(
 ) -> _Recording:
     """Call a function, abstractly unless it `has_values`, and record what the functions in
     `folders` do."""
+    recording = _Recording(folders, has_values=has_values)
+    _fill(recording, function, arguments)
+    return recording
+
+
+def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call a function, and record what the functions in the recording's folders do."""
     if sys.gettrace() is not None:
         raise RuntimeError(
             "a debugger or coverage traces this thread: end it, or call annotated_source elsewhere"
         )
     linecache.checkcache()  # a file may have been changed since it was read
-    recording = _Recording(folders, has_values=has_values)
 
     def traced(*arguments: Any) -> None:
         sys.settrace(recording.trace)
@@ -743,7 +823,7 @@ def _record(
 
     with watching(recording.watch):
         try:
-            if has_values:
+            if recording.has_values:
                 # A loop of JAX is then one of Python, whose steps have values.
                 with jax.disable_jit():
                     traced(*arguments)
@@ -751,7 +831,6 @@ def _record(
                 jax.eval_shape(traced, *arguments)
         except Exception as error:
             recording.fail(error)
-    return recording
 
 
 def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:

@@ -104,7 +104,7 @@ def test_the_record_is_that_of_python(name):
 
 @needs_javascript
 def test_a_request_that_can_t_be_computed_says_why():
-    patch = {"layer": 0, "position": 0, "tokens": [1, 2]}
+    patch = {"layer": 0, "position": 2, "tokens": [1, 2]}
 
     records = records_of(
         "default preset",
@@ -112,6 +112,7 @@ def test_a_request_that_can_t_be_computed_says_why():
         {"tokens": [1] * 12},
         {"tokens": [1, 17]},
         {"tokens": [1, 2, 3], "changes": {"patch": patch}},
+        {"tokens": [1, 2], "changes": {"patch": patch | {"tokens": [1, 2, 3]}}},
         {"tokens": [1], "gradient": True},
         {"tokens": [1, 2]},
     )
@@ -120,7 +121,8 @@ def test_a_request_that_can_t_be_computed_says_why():
         "the prompt is empty: give at least one character",
         "the prompt has 12 tokens, more than the block of 11",
         "token 17 is not in the vocabulary of 17",
-        "the other prompt has 2 tokens and this one 3: a patch needs as many",
+        "the other prompt has 2 tokens: a patch at position 2 needs at least 3",
+        "the text has no token at position 2",
         "a gradient needs a second token: the loss is its",
         None,
     ]
@@ -147,6 +149,62 @@ def test_a_text_is_written_on_with_the_tokens_of_generate(name):
 
     assert found == [generated(5, room, 0.8), generated(6, room, 0.8), generated(5, 3, 0.0)]
     assert found[0] != found[1]
+
+
+@needs_javascript
+def test_a_patch_takes_from_the_tokens_up_to_its_position():
+    look = look_of("default preset")
+    tokens: list[int] = list(TOKENS)
+    other = TOKENIZER.encode(OTHER).tolist()
+    changes = [{"patch": {"layer": 1, "position": 2, "tokens": other[:3]}}]
+    changes.append({"patch": {"layer": 1, "position": 2, "tokens": [*other, 1]}})
+    changes.append({"patch": {"layer": 1, "position": 2, "tokens": [*other[:2], 8]}})
+
+    requests = [{"tokens": tokens, "changes": each} for each in changes]
+    shorter, longer, different = records_of("default preset", *requests)
+
+    expected = look(tokens, len(tokens), Changes(patch=(1, 2, OTHER)))
+    assert_same_record(shorter, expected)
+    assert_same_record(longer, expected)
+    with pytest.raises(AssertionError):
+        assert_same_record(different, expected)
+
+
+@needs_javascript
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}]
+)
+def test_filters_leave_out_what_they_leave_out_in_python(filters):
+    look = look_of("default preset")
+    prompt = list(TOKENS[:4])
+    request = {"tokens": prompt, "count": 7, "temperature": 1.3, "seed": 3, **filters}
+
+    (found,) = records_of("default preset", request)
+
+    key = jax.random.key(3)
+    batch = jnp.asarray(prompt)[None]
+    tokens = generate(look.model, batch, 7, key=key, temperature=1.3, **filters)
+    assert found == np.asarray(tokens)[0, 4:].tolist()
+
+
+@needs_javascript
+def test_writing_on_with_the_cache_draws_the_tokens_of_whole_passes():
+    """A factor of 1.000001 is a change, so that the text is read again for each token."""
+    prompt = list(TOKENS[:4])
+    request = {"tokens": prompt, "count": 7, "temperature": 0.8, "seed": 5}
+    unchanged = {"heads": [[0, 1, 1.0]]}
+    nearly = {"heads": [[0, 1, 1.0 + 1e-6]]}
+    changed = {"heads": [[0, 0, 0.0], [0, 1, 0.0], [1, 0, 0.0], [1, 1, 0.0]]}
+
+    cached, whole, other = records_of(
+        "default preset",
+        request | {"changes": unchanged},
+        request | {"changes": nearly},
+        request | {"changes": changed},
+    )
+
+    assert cached == whole
+    assert other != whole
 
 
 @needs_javascript
@@ -189,3 +247,24 @@ def test_every_array_has_its_gradient():
     expected[np.arange(len(TOKENS) - 1), TOKENS[1:]] -= 1
     expected[-1] = 0
     np.testing.assert_allclose(of_logits, expected / (len(TOKENS) - 1), rtol=0, atol=1e-6)
+
+
+@needs_javascript
+def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
+    position = 5
+    requests = [{"tokens": list(TOKENS), "gradient": of} for of in (position, True)]
+    of_token, of_text = records_of("default preset", *requests)
+
+    predicted = of_token["next_log_probabilities"][-1][position - 1]
+    assert of_token["loss"] == pytest.approx(-predicted, rel=1e-5)
+    scores = values_of(of_token["arrays"][-1]["values"])[:, 0]
+    expected = np.zeros_like(scores)
+    softmax = np.exp(scores[position - 1])
+    expected[position - 1] = softmax / softmax.sum()
+    expected[position - 1, TOKENS[position]] -= 1
+    of_logits = values_of(of_token["arrays"][-1]["gradient"])[:, 0]
+    np.testing.assert_allclose(of_logits, expected, rtol=0, atol=1e-6)
+    embeddings = values_of(of_token["arrays"][0]["gradient"])
+    assert np.abs(embeddings[:position]).min(axis=0).max() > 0
+    assert not embeddings[position:].any()
+    assert values_of(of_text["arrays"][0]["gradient"])[position:].any()

@@ -125,13 +125,83 @@ def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path
         for state, reason in (
             ({"prompt": "zoo"}, "unknown character “z” at position 0"),
             ({"prompt": ""}, "the prompt is empty"),
-            ({"prompt": "ips", "patch": {**PATCH, "prompt": "be"}}, "a patch needs as many"),
         ):
             found = changed(page, **state)
             assert reason in said(page, "said")
             assert found == before
-        assert changed(page, patch=None) == before
+        assert changed(page, prompt="ips") == before
         assert said(page, "said") == ""
+        assert page.errors == []
+
+
+def test_a_patch_that_doesn_t_fit_is_said_beside_it_and_can_be_removed(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        before = changed(page, prompt="ips")
+        for state, reason in (
+            ({"patch": {**PATCH, "prompt": "be"}}, "“be” has no token at position 2"),
+            ({"patch": {**PATCH, "prompt": "zoo"}}, "unknown character “z”"),
+            ({"prompt": "ip", "patch": {**PATCH, "prompt": "best"}}, "The patch waits"),
+        ):
+            found = changed(page, **state)
+            assert reason in said(page, "patch-said")
+            assert said(page, "said") == ""
+            assert found["before"] is None
+        patched = changed(page, prompt="ips")
+        assert patched["before"] is not None
+        assert said(page, "patch-said") == (
+            "Block 1 returns at position 2 what it returns there for “best”."
+        )
+        page.run("$('unpatch').click()")
+        page.run("asking")
+        assert json.loads(page.run(RECORD)) == before
+        assert page.run("$('unpatch').hidden && $('patch').disabled")
+        assert page.errors == []
+
+
+def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_page, tmp_path):
+    look = look_of("default preset")
+    with opened(tmp_path / "page.html", default_page) as page:
+        changed(page, prompt="ips")
+        shown = page.run("""(async () => {
+            crypto.getRandomValues = array => array.fill(7);
+            $("temperature").value = .9;
+            const lengths = new Set();
+            const hear = worker.onmessage;
+            worker.onmessage = message => {
+                hear(message);
+                if (message.data.token !== undefined) showWritten();
+                lengths.add($("prompt").value.length);
+            };
+            await writeOnInWorker();
+            return [...lengths];
+        })()""")
+        found = json.loads(page.run(RECORD))
+        text = page.run("$('prompt').value")
+        sentence = said(page, "said")
+
+    prompt = TOKENIZER.encode("ips")
+    count = look.model.block_size - len(prompt)
+    key = jax.random.key(7)
+    drawn = generate(look.model, jnp.asarray(prompt)[None], count, key=key, temperature=0.9)
+    assert found["tokens"] == np.asarray(drawn)[0].tolist()
+    assert text == found["text"] == TOKENIZER.decode(found["tokens"])
+    assert shown == list(range(4, 4 + count))  # each as it comes
+    assert sentence.startswith(f"{count} tokens, ")
+    assert sentence.endswith(" a second, with seed 7")
+
+
+def test_what_is_typed_ends_writing_and_stays(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        changed(page, prompt="ips")
+        page.run("""(async () => {
+            const done = writeOnInWorker();
+            $("prompt").value = "tab";
+            await change({ prompt: "tab" });
+            await done;
+        })()""")
+        found = json.loads(page.run(RECORD))
+        assert found["text"] == page.run("$('prompt').value") == "tab"
+        assert page.run("$('write').textContent") == "Write on"
         assert page.errors == []
 
 

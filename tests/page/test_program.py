@@ -253,10 +253,11 @@ def test_the_gradient_for_every_array_is_that_of_the_loss(name):
     look = look_of(name)
     inputs = look.neutral_inputs(look.model.block_size)
     inputs["tokens"][0, : len(TOKENS)] = TOKENS
-    count = np.int32(len(TOKENS))
+    shares = np.zeros(look.model.block_size - 1, np.float32)
+    shares[: len(TOKENS) - 1] = 1 / (len(TOKENS) - 1)
     program = gradient_program(look, look.model.block_size)
 
-    (found,) = run_programs([Call(program, (look.weights, inputs, count), fixed=["0/"])])
+    (found,) = run_programs([Call(program, (look.weights, inputs, shares), fixed=["0/"])])
 
     def loss(logits):
         log_probabilities = jax.nn.log_softmax(logits[0, : len(TOKENS) - 1])

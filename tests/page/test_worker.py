@@ -60,3 +60,37 @@ def test_a_worker_computes_records_and_writes_on(tmp_path):
     expected = np.asarray(found)[0, 4:].tolist()
     assert answers[3:6] == [{"id": 3, "token": token} for token in expected]
     assert answers[6:] == [{"id": 3, "done": expected}]
+
+
+STOP = """
+new Promise((done) => {
+  const worker = new Worker(URL.createObjectURL(new Blob([SOURCE])));
+  worker.onmessage = ({data: {id, done: written, token}}) => {
+    if (token !== undefined) worker.postMessage({stop: id});
+    if (id === 1 && written) done(written.length);
+  };
+  worker.postMessage({id: 0, load: LOAD});
+  worker.postMessage({id: 1, write: {tokens: [1], count: COUNT, temperature: 0, seed: 0}});
+})
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_worker_stops_writing_when_it_is_told(tmp_path):
+    look = look_of("one's own")
+    weights = pack_weights(look.named_weights()).as_data()
+    load = {"description": pack_json(page_model(look)), "weights": weights}
+    names = ("interpreter.js", "model.js", "weights.js", "worker.js")
+    source = "\n".join(INTERPRETER.with_name(name).read_text() for name in names)
+    # After each token the worker listens, rather than after many milliseconds.
+    source = source.replace("LISTENING_PAUSE = 50", "LISTENING_PAUSE = 0")
+    count = look.model.block_size - 1
+    script = STOP.replace("SOURCE", json.dumps(source)).replace("LOAD", json.dumps(load))
+    path = tmp_path / "empty.html"
+    path.write_text("<!doctype html><title>worker</title>")
+
+    with browser() as page:
+        page.open(path)
+        written = page.run(script.replace("COUNT", str(count)))
+
+    assert 1 <= written < count

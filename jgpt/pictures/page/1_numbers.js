@@ -68,6 +68,7 @@ function show(found) {
   buildForward();
   if (data.live) buildSwitches();
   choose({});
+  if (worker) buildGuide();
 }
 
 const chosen = { query: 0, key: 0, layer: 0, head: 0, depth: Infinity };

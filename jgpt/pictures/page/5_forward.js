@@ -57,10 +57,11 @@ function layOutPart(path, name, group) {
     canvas,
     element("span", { className: "what", textContent: WHAT[name] ?? "" }));
   const numbers = element("pre", { tabIndex: 0, ariaLabel: `Numbers of ${name}` });
-  const row = element("details", { className: "array" }, line, numbers);
+  const code = element("div");
+  const row = element("details", { className: "array" }, line, numbers, code);
   row.style.marginLeft = `${12 * Math.max(0, path.split(".").length - 3)}px`;
   group.append(row);
-  const part = { group, row, shape, canvas, numbers };
+  const part = { group, row, shape, canvas, numbers, code };
   row.ontoggle = () => drawPart(part);
   pictures.set(canvas, {
     find: event => cellAt(event, part.columns, part.rows),
@@ -93,7 +94,97 @@ function drawPart(part) {
     return (rows > 1 ? `${row}: ` : "") + line.join("  ");
   });
   numbers.textContent = lines.join("\n");
+  if (!part.code.hasChildNodes()) drawCode(part);
 }
 function drawForward() {
   parts.forEach(drawPart);
 }
+
+// The source of an array: the function that makes it, and the one that calls that
+
+/** Where the source has the array of a part: its line, and the lines that lead there. */
+function lineOf({ array: { path, name } }) {
+  const found = first?.code?.arrays.find(([itsPath, itsName]) => itsPath === path && itsName === name);
+  return found ? { ...sourceLine(found[2]), callers: found[3].map(sourceLine) } : null;
+}
+function sourceLine([index, number]) {
+  const source = first.code.functions[index];
+  const [, text] = source.lines.find(([lineNumber]) => lineNumber === number);
+  return { ...source, number, text };
+}
+function drawCode(part) {
+  const made = lineOf(part);
+  if (!made) return;
+  const callers = made.callers.map(({ file, name, number, text }) =>
+    element("li", {}, `${file}, ${name}, line ${number}: `, element("code", {}, text.trim())));
+  part.code.append(
+    element("p", { className: "soft" }, `Made by the marked line of ${made.name}, in ${made.file}:`),
+    sourceOf(made));
+  if (!callers.length) return;
+  part.code.append(element("p", { className: "soft" }, "which is called from"),
+    element("ol", { className: "soft" }, ...callers));
+}
+/** The source of a line's function, with the shapes of what each line sets beside it. */
+function sourceOf({ name, lines, number: marked }) {
+  const spans = lines.flatMap(([number, text, shapes, isReached]) => {
+    const how = number === marked ? " marked" : isReached || !text.trim() ? "" : " unreached";
+    return [
+      element("span", { className: `number${how}`, textContent: number }),
+      element("span", { className: `text${how}`, textContent: text || " " }),
+      element("span", { className: `shapes${how}`, textContent: shapes }),
+    ];
+  });
+  return element("pre", { tabIndex: 0, ariaLabel: `Source of ${name}` },
+    element("div", { className: "source" }, ...spans));
+}
+
+// The backward pass: how much of the loss's gradient is at each token, from layer to layer
+
+/** The lengths of the gradients of the residual stream at each token: embeddings, then blocks. */
+function flowRows() {
+  const blocks = first.paths.blocks.map(path =>
+    data.arrays.find(array => array.path === path && !array.name.includes("(")));
+  return [data.arrays[0], ...blocks].filter(Boolean).map(array => {
+    const { steps, shape } = array.values;
+    const size = steps.length / shape[0];
+    const sizes = Array.from({ length: time }, (_, position) =>
+      Math.hypot(...steps.subarray(position * size, (position + 1) * size)));
+    return { name: array === data.arrays[0] ? "embeddings" : depthName(1 + blocks.indexOf(array)), sizes };
+  });
+}
+let flowCells = [];
+function drawFlow() {
+  const of = data.gradientOf;
+  $("flow").hidden = !of;
+  const position = Math.max(1, chosen.query);
+  $("gradient-of").hidden = time < 2;
+  $("gradient-of").textContent = `Gradient of the loss of ${time < 2 ? "" : at(position)} alone`;
+  if (!of) return;
+  if (changed($("flow"), data)) buildFlow();
+  mark($("flow-grid"), flowCells[chosen.query]);
+}
+function buildFlow() {
+  const of = data.gradientOf;
+  $("flow-title").textContent = of === true
+    ? `The gradient of the text's loss, ${data.loss.toFixed(3)} nats per token`
+    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`;
+  const grid = $("flow-grid");
+  const width = widest <= 2 ? 20 : 8 * widest + 12;
+  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
+  const name = text => element("span", { className: "name" }, text);
+  flowCells = tokens.map((token, position) => element("span", { chooses: goTo(position) }, cut(token)));
+  const rows = flowRows().map(({ name: of, sizes }) => {
+    const largest = Math.max(...sizes) || 1;
+    return [name(of), ...sizes.map((size, position) => {
+      const cell = element("span", { chooses: { ...goTo(position), size } });
+      cell.style.background = tint("blue", opacity(size / largest).toFixed(3));
+      return cell;
+    })];
+  });
+  grid.replaceChildren(name("token"), ...flowCells, ...rows.flat());
+}
+pictures.set($("flow-grid"), {
+  say: ({ query, size }) => `${at(query)}${size === undefined ? "" : `\n${size.toExponential(2)}`}`,
+  mark: () => flowCells[chosen.query],
+  across: stepPosition,
+});

@@ -2,18 +2,23 @@
 
 let tokenizer, worker;
 const asked = new Map();  // what waits for the worker's answer, by number
+let nextQuestion = 0;
 
-/** The worker's answer to a question; it throws an Error with the reason if there is none. */
-function askWorker(question) {
+/** The worker's answer to a question; it throws an Error with the reason if there is none. `heard`
+ *  gets each token that is written. */
+function askWorker(question, heard) {
   return new Promise((done, fail) => {
-    const id = asked.size ? Math.max(...asked.keys()) + 1 : 0;
-    asked.set(id, { done, fail });
+    const id = nextQuestion++;
+    asked.set(id, { done, fail, heard });
     worker.postMessage({ id, ...question });
   });
 }
 function hearWorker({ data: { id, done, error, token } }) {
-  if (token !== undefined) return;  // while it writes: the whole text comes at the end
-  const { done: resolve, fail } = asked.get(id);
+  const { done: resolve, fail, heard } = asked.get(id);
+  if (token !== undefined) {
+    heard?.(token);
+    return;
+  }
   asked.delete(id);
   if (error === undefined) resolve(done);
   else fail(new Error(error));
@@ -23,12 +28,18 @@ function hearWorker({ data: { id, done, error, token } }) {
 function startGradient() {
   $("gradient-part").hidden = false;
   $("gradient").onchange = () => change({ gradient: $("gradient").checked });
+  $("gradient-of").onclick = () => {
+    $("gradient").checked = true;
+    change({ gradient: Math.max(1, chosen.query) });
+  };
 }
 
 /** Start the worker with the model of the page, and show the text that the page begins with. */
 async function startWorker({ worker: source, description, weights, vocabulary }) {
   say("unpacking the model");
   startGradient();
+  startPatch();
+  $("write").onclick = writeOnInWorker;
   tokenizer = makeTokenizer(vocabulary);
   worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
   worker.onmessage = hearWorker;
@@ -39,30 +50,155 @@ async function startWorker({ worker: source, description, weights, vocabulary })
 
 /** The numbers of a state, or why there are none: what a server answers to `look`. */
 async function computed(state) {
+  stopWriting();
   try {
-    const { prompt, gradient } = state;
-    const tokens = tokenizer.encode(prompt);
-    const changes = changesOf(state);
+    const { prompt } = state;
+    const tokens = tokensOf(prompt);
+    const gradient = gradientOf(state, tokens.length);
+    const { patch, problem } = patchOf(state, tokens.length);
+    const changes = { ...changesOf(state), patch };
     const record = await askWorker({ compute: { tokens, changes, gradient } });
     if (gradient) for (const array of record.arrays) array.values = array.gradient;
-    const code = codeOf(state, first.paths);
-    return { ...record, texts: textsOf(record), other: null, live: true, text: prompt, code };
+    const code = codeOf(problem ? { ...state, patch: null } : state, first.paths);
+    drawPatch(state, problem);
+    $("gradient").checked = Boolean(gradient);
+    const texts = textsOf(record);
+    return { ...record, texts, other: null, live: true, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }
 }
-/** The changes of a state as the worker takes them. */
-function changesOf({ heads, blocks, patch }) {
-  const changes = {
+/** What of a text of `time` tokens the gradient is of: the loss of all (true), or that of a token. */
+function gradientOf({ gradient }, time) {
+  if (typeof gradient !== "number") return gradient;
+  return Math.min(Math.max(gradient, 1), time - 1) || true;
+}
+/** The changes of a state as the worker takes them, without its patch. */
+function changesOf({ heads, blocks }) {
+  return {
     heads: Object.entries(heads).map(([name, factor]) => [...name.split(".").map(Number), factor]),
     blocks: Object.entries(blocks).map(([layer, factor]) => [Number(layer), factor]),
   };
-  if (patch) {
-    const { block: layer, position, prompt } = patch;
-    changes.patch = { layer, position, tokens: tokenizer.encode(prompt) };
-  }
-  return changes;
 }
+
+// Patches: one that doesn't fit a text waits beside its controls, and the text is shown without it
+
+/** The patch of a state as the worker takes it, or the reason why a text of `time` tokens has none. */
+function patchOf({ patch }, time) {
+  if (!patch) return {};
+  const { block: layer, position, prompt } = patch;
+  if (position >= time) {
+    return { problem: `The patch waits: the text has no token at position ${position}.` };
+  }
+  try {
+    const tokens = tokenizer.encode(prompt);
+    if (position < tokens.length) return { patch: { layer, position, tokens } };
+    return { problem: `The patch is left out: ${quotedText(prompt)} has no token at position `
+      + `${position}, but ${tokens.length} in all.` };
+  } catch (error) {
+    return { problem: `The patch is left out: ${error.message}.` };
+  }
+}
+const quotedText = text => `“${text.length > 40 ? `${text.slice(0, 40)}…` : text}”`;
+function startPatch() {
+  const enable = () => { $("patch").disabled = !$("patch-prompt").value; };
+  $("patch-prompt").oninput = enable;
+  $("unpatch").onclick = () => {
+    $("patch-prompt").value = "";
+    enable();
+    change({ patch: null });
+  };
+}
+/** Say what the patch is, or why there is none. */
+function drawPatch({ patch }, problem) {
+  $("patch").disabled = !$("patch-prompt").value;
+  $("unpatch").hidden = !patch;
+  $("patch-said").classList.toggle("wrong", Boolean(problem));
+  $("patch-said").textContent = problem ?? (patch
+    ? `Block ${patch.block} returns at position ${patch.position} what it returns there for `
+      + `${quotedText(patch.prompt)}.`
+    : "");
+}
+
+// Writing on: the worker reads one token after the other into its cache
+
+/** The text that is written, or was last: its tokens, and what the text box shows of it. */
+let written;
+
+/** The tokens of a text. One that was written keeps those that were drawn, since a tokenizer may
+ *  make other ones of it. */
+function tokensOf(text) {
+  return written?.text === text ? written.tokens : tokenizer.encode(text);
+}
+function stopWriting() {
+  if (writing) worker.postMessage({ stop: written.id });
+}
+/** What the dials say of sampling. */
+function dials() {
+  const value = id => Number($(id).value);
+  return {
+    temperature: value("temperature"),
+    top_k: value("top-k"),
+    top_p: value("top-p"),
+    min_p: value("min-p"),
+  };
+}
+async function writeOnInWorker() {
+  if (writing) {
+    stopWriting();
+    return;
+  }
+  await asking;
+  if (data?.text !== state.prompt) return;  // what is wrong with the text is said beside it
+  const before = data.tokens.length;
+  const seed = crypto.getRandomValues(new Uint32Array(1))[0];
+  const { patch } = patchOf(state, before);
+  const changes = { ...changesOf(state), patch };
+  const write = { tokens: data.tokens, count: data.block_size, changes, seed, ...dials() };
+  writing = true;
+  written = {
+    id: nextQuestion,
+    before,
+    tokens: [...data.tokens],
+    text: data.text,
+    shown: $("prompt").value,
+  };
+  $("write").textContent = "Stop";
+  const began = performance.now();
+  try {
+    await askWorker({ write }, hearToken);
+  } catch (error) {
+    say(error.message, true);
+  }
+  const seconds = (performance.now() - began) / 1000;
+  writing = false;
+  $("write").textContent = "Write on";
+  if ($("prompt").value !== written.shown) return;  // something else was typed
+  const count = written.tokens.length - before;
+  if (count === 0) {
+    say(`the text has ${before} tokens, as many as a page shows`, true);
+    return;
+  }
+  showWritten();
+  await change({ prompt: written.text });
+  say(`${count} tokens, ${Math.round(count / seconds)} a second, with seed ${seed}`);
+}
+function hearToken(token) {
+  written.tokens.push(token);
+  written.drawing ??= requestAnimationFrame(() => {
+    written.drawing = null;
+    if (writing && $("prompt").value === written.shown) showWritten();
+  });
+}
+/** Show the text that is written so far, a new part as soon as its characters are whole. */
+function showWritten() {
+  const { tokens, before } = written;
+  written.text = data.text + tokenizer.decode(tokens.slice(before));
+  $("prompt").value = written.text;
+  written.shown = $("prompt").value;  // in which line ends are one character
+  $("prompt").scrollTop = $("prompt").scrollHeight;
+}
+
 /** The text of each token in a record. */
 function textsOf({ tokens, candidates, last }) {
   const all = new Set([...tokens, ...candidates.flat(2), ...last[0]]);

@@ -7,6 +7,7 @@ function draw() {
   drawChanges();
   drawAttention();
   drawForward();
+  if (data.live) drawFlow();
   drawTwins();
   if (data.live && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
 }

@@ -7,8 +7,10 @@
 //   tokens    the text, of at least one token
 //   prompt    the number of its tokens that are the prompt
 //   changes   {heads: [[layer, head, factor]], blocks: [[layer, factor]],
-//             patch: {layer, position, tokens}}, each of which may be missing
-//   gradient  whether each array gets `gradient` beside `values`: that of the loss for it
+//             patch: {layer, position, tokens}}, each of which may be missing. A patch takes what a
+//             block returns at a position for other tokens, of which those after it don't matter
+//   gradient  whether each array gets `gradient` beside `values`: that of the text's loss for it; or
+//             of the loss of one token, for a position after the first
 //
 // The record is that of `Look` in Python, with two differences: arrays have their numbers as they
 // are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
@@ -68,8 +70,9 @@ function inputsFor(tokens, length, changes, streams) {
   };
 }
 
-function run(tokens, changes, streams, names) {
-  const {machine, program} = machineFor(tokens.length, "forward");
+// Runs the program for `time` tokens, which may be longer than a text needs.
+function run(tokens, changes, streams, names, time = tokens.length) {
+  const {machine, program} = machineFor(time, "forward");
   const given = inputsFor(tokens, program.length, changes, streams);
   return {outputs: machine.run(given, names), program};
 }
@@ -81,10 +84,27 @@ function isChange({heads = [], blocks = [], patch}) {
   return Boolean(patch) || heads.some((each) => each[2] !== 1) || blocks.some((each) => each[1] !== 1);
 }
 
+// What a patch takes from: the residual streams of its tokens, for a text of `time` tokens.
+function streamsFor({patch}, time) {
+  if (!patch) return undefined;
+  const {position, tokens} = patch;
+  if (position >= time) throw new Error(`the text has no token at position ${position}`);
+  if (position >= tokens.length) {
+    const count = `${tokens.length} token${tokens.length === 1 ? "" : "s"}`;
+    throw new Error(`the other prompt has ${count}: a patch at position ${position} needs ` +
+      `at least ${position + 1}`);
+  }
+  const read = tokens.slice(0, position + 1);
+  requireFits(read);
+  const {outputs: {streams}} = run(read, {}, undefined, ["streams"], time);
+  // The interpreter keeps 16-bit floats as float32, so a stream is an input as it is.
+  return interpreter.array(
+    streams.dtype, streams.shape, Float32Array.from(interpreter.numbersOf(streams)));
+}
+
 function compute({tokens, prompt = tokens.length, changes = {}, gradient = false}) {
   requireFits(tokens);
   let before = null;
-  let streams;
   if (isChange(changes)) {
     const text = tokens.join();
     if (last.text !== text) {
@@ -92,23 +112,11 @@ function compute({tokens, prompt = tokens.length, changes = {}, gradient = false
     }
     before = last.before;
   }
-  if (changes.patch) {
-    const other = changes.patch.tokens;
-    requireFits(other);
-    if (other.length !== tokens.length) {
-      throw new Error(
-        `the other prompt has ${other.length} tokens and this one ${tokens.length}: ` +
-        "a patch needs as many");
-    }
-    streams = run(other, {}, undefined, ["streams"]).outputs.streams;
-    // The interpreter keeps 16-bit floats as float32, so a stream is an input as it is.
-    streams = interpreter.array(
-      streams.dtype, streams.shape, Float32Array.from(interpreter.numbersOf(streams)));
-  }
+  const streams = streamsFor(changes, tokens.length);
   const {outputs, program} = run(tokens, changes, streams);
   const arrays = arraysOf(outputs, program.rows, tokens.length);
   const data = dataOf(tokens, prompt, outputs, arrays, before);
-  if (gradient) addGradients(data, arrays, tokens, changes, streams);
+  if (gradient) addGradients(data, gradient, arrays, changes, streams);
   return data;
 }
 
@@ -266,11 +274,17 @@ function arraysOf(outputs, rows, time) {
   return shown;
 }
 
-function addGradients(data, arrays, tokens, changes, streams) {
-  if (tokens.length < 2) throw new Error("a gradient needs a second token: the loss is its");
+function addGradients(data, of, arrays, changes, streams) {
+  const {tokens} = data;
+  const predictions = tokens.length - 1;
+  if (predictions === 0) throw new Error("a gradient needs a second token: the loss is its");
   const {machine, program} = machineFor(tokens.length, "gradient");
+  // The share of each prediction in the loss; a token is predicted at the one before it.
+  const shares = new Float32Array(program.length - 1);
+  if (of === true) shares.fill(1 / predictions, 0, predictions);
+  else shares[of - 1] = 1;
   const given = inputsFor(tokens, program.length, changes, streams);
-  given["2"] = interpreter.array("int32", [], [tokens.length]);
+  given["2"] = interpreter.array("float32", [program.length - 1], shares);
   const outputs = machine.run(given);
   data.loss = interpreter.numbersOf(outputs.loss)[0];
   arrays.forEach(({row}, place) => {
@@ -308,17 +322,13 @@ function emptyCache() {
 }
 
 // A text that is written on: `logits` are those after its last token, and `append` reads another.
-function begin(tokens) {
-  if (tokens.length === 0) throw new Error("the prompt is empty: give at least one character");
-  let {block_size: room} = description;
-  if (!description.decoding) return beginWithoutCache(tokens);
+// The programs of the cache know no changes.
+function begin(tokens, changes = {}) {
+  requireFits(tokens);
+  if (!description.decoding || isChange(changes)) return beginWithoutCache(tokens, changes);
   const chunk = Math.max(...Object.keys(description.decoding.programs).map(Number));
   const text = {logits: null, cache: emptyCache()};
-  const read = (some) => {
-    room -= some.length;
-    if (room < 0) throw new Error(`the text fills the block of ${description.block_size} tokens`);
-    Object.assign(text, readOn(text.cache, some));
-  };
+  const read = (some) => Object.assign(text, readOn(text.cache, some));
   text.append = (token) => read([token]);
   // First what doesn't fill a chunk, since the cache takes no padding.
   let done = tokens.length % chunk;
@@ -327,8 +337,8 @@ function begin(tokens) {
   return text;
 }
 
-// A model without a cache reads the whole text for each token.
-function beginWithoutCache(tokens) {
+// Reads the whole text for each token.
+function beginWithoutCache(tokens, changes) {
   const text = {logits: null};
   let read = [];
   text.append = (token) => {
@@ -336,7 +346,8 @@ function beginWithoutCache(tokens) {
     requireFits(read);
     const {rows} = description.programs[0];
     const name = `arrays/${rows.length - 1}`;  // the logits are the last array
-    const x = run(read, {}, undefined, [name]).outputs[name];
+    const streams = streamsFor(changes, read.length);
+    const x = run(read, changes, streams, [name]).outputs[name];
     const start = (read.length - 1) * description.vocab_size;
     text.logits = Float32Array.from(
       interpreter.numbersOf(x).subarray(start, start + description.vocab_size));
@@ -361,21 +372,44 @@ function sample(logits, {temperature, seed, number}) {
   return interpreter.numbersOf(token)[0];
 }
 
-// Continues a text by up to `count` tokens, within the block; `heard` gets each as it is drawn.
-function write({tokens, count, temperature, seed}, heard = () => {}) {
-  const text = begin(tokens);
-  const written = [];
-  const room = description.block_size - tokens.length;
-  for (let number = 0; number < Math.min(count, room); number++) {
-    const token = sample(text.logits, {temperature, seed, number});
-    written.push(token);
-    heard(token);
-    if (number + 1 < Math.min(count, room)) text.append(token);
+// Logits in which the tokens that top-k, top-p and min-p leave out are -inf, so that none of them is
+// drawn. As in jgpt/generation/sampling.py, each filter sees what the one before it keeps.
+function filtered(logits, {temperature, top_k: most, top_p: nucleus, min_p: least}) {
+  if (temperature === 0 || !(most || nucleus < 1 || least > 0)) return logits;
+  let kept = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
+  if (most) kept = kept.slice(0, most);
+  const highest = logits[kept[0]];
+  const weightOf = (token) => Math.exp((logits[token] - highest) / temperature);
+  if (nucleus < 1) {
+    const total = kept.reduce((sum, token) => sum + weightOf(token), 0);
+    let before = 0;
+    kept = kept.filter((token) => {
+      const isIn = before / total < nucleus;
+      before += weightOf(token);
+      return isIn;
+    });
   }
-  return written;
+  const result = new Float32Array(logits.length).fill(-Infinity);
+  for (const token of kept) {
+    if (!(weightOf(token) < least)) result[token] = logits[token];
+  }
+  return result;
 }
 
-return {compute, begin, sample, write};
+// Continues a text by up to `count` tokens, within what a page can show; it yields each as it is
+// drawn.
+function* writing({tokens, count, changes, seed, ...sampling}) {
+  const text = begin(tokens, changes);
+  const room = Math.min(count, description.most_tokens - tokens.length);
+  for (let number = 0; number < room; number++) {
+    const logits = filtered(text.logits, sampling);
+    const token = sample(logits, {temperature: sampling.temperature, seed, number});
+    yield token;
+    if (number + 1 < room) text.append(token);
+  }
+}
+
+return {compute, begin, sample, writing};
 }
 
 if (typeof module !== "undefined") module.exports = createModel;

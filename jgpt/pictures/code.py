@@ -1,0 +1,136 @@
+"""The source of a model for a page: for each array of the forward pass, the line that makes it."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgpt.pictures.anatomy import RecordedCall, is_real, record_calls
+from jgpt.pictures.numbers import short_name
+from jgpt.shapes.capture import edit
+from jgpt.shapes.source import (
+    AnnotatedSource,
+    FunctionSource,
+    MadeAt,
+    folders_of,
+    lines_of_arrays,
+    source_of_calls,
+)
+from jgpt.shapes.trace import ShapeTrace
+
+LONGEST = 29
+"""The largest number of tokens in the traces that find the shapes: prime, so that it is not also
+the size of something else."""
+SHORTEST = 5
+
+Place = tuple[str, str]
+"""The path and the name of an array on a page."""
+
+
+def code_of(model: Any) -> dict[str, Any] | None:
+    """Return the functions of a model with their shapes, and the lines that make its arrays.
+
+    Nothing is computed. The result is None for a model without source, and under a debugger, whose
+    trace this would replace.
+    """
+    if sys.gettrace() is not None:
+        return None
+    try:
+        folders = folders_of(model)
+    except ValueError:  # it has no Python source
+        return None
+    time = min(LONGEST, model.block_size)
+    tokens = jax.ShapeDtypeStruct((1, time), jnp.int32)
+    made = lines_of_arrays(functools.partial(_arrays_by_place, model), (tokens,), folders)
+    if not made:
+        return None
+    return _as_data(made, _source_of(model, time, folders))
+
+
+def _arrays_by_place(model: Any, tokens: Any) -> dict[Place, Any]:
+    """Return the arrays of a forward pass by their places on a page."""
+    trace, calls = record_calls(model, tokens, {})
+    arrays = {}
+    for inner in trace.calls:
+        for place, array in _places_in(inner, calls):
+            arrays.setdefault(place, array)
+    arrays["", "logits"] = calls[id(trace)].result
+    return arrays
+
+
+def _places_in(traced: ShapeTrace, calls: dict[int, RecordedCall]) -> Iterator[tuple[Place, Any]]:
+    call = calls[id(traced)]
+    name = short_name(traced.path)
+    for argument in traced.arguments:
+        value = call.arguments.get(argument)
+        if is_real(value):
+            yield (traced.path, f"{name}({argument})"), value
+    for inner in traced.calls:
+        yield from _places_in(inner, calls)
+    if is_real(call.result):
+        yield (traced.path, name), call.result
+
+
+def _source_of(model: Any, time: int, folders: frozenset[str]) -> AnnotatedSource:
+    """Return the source of a forward pass; the size `time` has its name, where it may vary."""
+    times = []
+    for size in range(time, max(SHORTEST, time - 5) - 1, -1):
+        times.append(size)
+    symbols = {}
+    if len(times) > 1:
+        symbols = {"time": times}
+    # Blocks in a loop, even if the config scans them.
+    call = edit(model, {})
+    calls = []
+    for size in times or [time]:
+        calls.append((call, (jax.ShapeDtypeStruct((1, size), jnp.int32),)))
+    return source_of_calls(calls, symbols, folders)
+
+
+def _as_data(made: dict[Place, MadeAt], source: AnnotatedSource) -> dict[str, Any]:
+    """Return the functions that make arrays, and the lines by their index, as plain data."""
+    functions: list[dict[str, Any]] = []
+    index_of: dict[tuple[str, int], int] = {}
+
+    def line_of(path: str, number: int) -> list[int] | None:
+        found = None
+        for function in source.functions:  # the innermost one is the last to begin
+            first = function.lines[0].number
+            is_inside = function.path == path and first <= number <= function.lines[-1].number
+            if is_inside and (found is None or first > found.lines[0].number):
+                found = function
+        if found is None:
+            return None
+        identity = (path, found.lines[0].number)
+        if identity not in index_of:
+            index_of[identity] = len(functions)
+            functions.append(_function_as_data(found))
+        return [index_of[identity], number]
+
+    arrays = []
+    for (path, name), at in made.items():
+        line = line_of(at.path, at.line)
+        if line is None:
+            continue
+        callers = []
+        for caller in at.callers:
+            found = line_of(*caller)
+            if found is not None:
+                callers.append(found)
+        arrays.append([path, name, line, callers])
+    return {"functions": functions, "arrays": arrays}
+
+
+def _function_as_data(function: FunctionSource) -> dict[str, Any]:
+    file = function.file
+    if Path(file).is_absolute():  # a page is for others, whom the folder doesn't concern
+        file = Path(file).name
+    lines = []
+    for line in function.lines:
+        shapes = "; ".join(str(value) for value in line.values)
+        lines.append([line.number, line.text, shapes, line.is_reached])
+    return {"file": file, "name": function.name, "lines": lines}
