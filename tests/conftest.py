@@ -44,10 +44,12 @@ LONGEST = (
     "test_documents",
     "test_processes",
     "test_mesh",
-    "test_live",
     "test_gpu_benchmark",
     "test_resume",
     "test_ladder",
+    "test_inside",
+    "test_proofs",
+    "test_source",
 )
 
 # so that what asks for "the" device can be seen to take another; commands that tests start have one

@@ -423,6 +423,7 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
     assert jnp.abs(final_scale).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "change"),
     [("blocks.*.attention", lambda x: x.at[:, 2].set(-9.0)), ("", jnp.negative)],

@@ -379,6 +379,7 @@ def test_an_array_inside_a_transformation_has_no_values():
     assert found["mapped"][-1].endswith("| return: float32[3 2] mean 2, std 0")
 
 
+@pytest.mark.slow
 def test_the_values_of_a_prompt(trained):
     run = trained.directory
     said = worked("shapes", run, "--source", "--prompt", "So lo", "--of", "hidden")
@@ -418,6 +419,7 @@ def test_the_lines_of_attention_have_their_shapes():
     assert lines[-1] == "return weights.astype(query.dtype) | return: float32[b 2 query=t key=t]"
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_gpt_are_those_of_its_values():
     """Each name of the residual stream has the shape of the array that an eager call computes."""
     model = jgpt.GPT(
@@ -665,6 +667,7 @@ class GPT(jgpt.GPT):
 TRAIN_TINY = ("train", "tiny", "--data", "text.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "words", "sentence"),
     [

@@ -21,6 +21,7 @@ def run(tmp_path_factory) -> Path:
     return chat_run(tmp_path_factory.mktemp("chat") / "run", block_size=64)
 
 
+@pytest.mark.slow
 def test_each_line_is_a_message(run):
     tokenizer = jgpt.load(run)[1]
     turn = f"{START}user\nit{END}\n{START}assistant\n!!!!!{END}\n"

@@ -29,6 +29,7 @@ from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
+from tests.quick import only
 from tests.runs.harness import contents
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,10 @@ def folder(run, text_file, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("line", "expected"), cases_of("refusals.txt"))
+REJECTED = cases_of("refusals.txt")
+
+
+@pytest.mark.parametrize(("line", "expected"), only(REJECTED[::2], REJECTED))
 def test_a_rejection_is_one_line_and_changes_nothing(line, expected, run, folder):
     """One of each kind, and one for each way from where it is raised to the terminal."""
     before = contents(folder), contents(run)
@@ -118,6 +122,7 @@ def test_options_that_do_not_fit_are_rejected_before_anything_is_read(
     assert f"jgpt: {message}" == expected
 
 
+@pytest.mark.slow
 def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_directory, tmp_path):
     """A text is prepared without it, and no help needs it."""
     text = tmp_path / "text.txt"
@@ -399,6 +404,7 @@ def test_sample_continues_the_prompt_and_a_seed_repeats_it(run):
     assert worked(*ask, "--temperature", 1.8) != first
 
 
+@pytest.mark.slow
 def test_a_prompt_file_is_a_file(run, two, tmp_path):
     """Or standard input, read as the run's text was."""
     windows = b"\xef\xbb\xbfthis\r\neye"
@@ -422,6 +428,7 @@ def test_sample_continues_several_prompts_side_by_side_up_to_a_stop_string(run):
     assert said == so[: so.index(stop, 7)] + "\n"
 
 
+@pytest.mark.slow
 def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     """And begins before all prompts are made."""
     monkeypatch.setattr("jgpt.cli.commands.sample.BATCH_SIZE", 2)
@@ -458,6 +465,7 @@ def test_only_weights_in_int8_are_quantised(run, monkeypatch):
     assert [type(model) for model in sampled] == [GPT, GPT, str, str]
 
 
+@pytest.mark.slow
 def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp_path):
     (tmp_path / "notes").mkdir()
     for name in "ab":

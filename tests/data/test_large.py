@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # a folder of scripts, which pyright doesn't know
 from texts import code_like, write_code  # type: ignore[import-not-found]
 
+from tests.quick import only
+
 LIMIT = 50_000
 TOKENIZERS = {
     "char": {"tokenizer": "char"},
@@ -88,7 +90,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", only(["small"], ["small", "large"]))
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_stop_is_possible_while_a_text_is_read_learned_from_and_encoded(
     tmp_path, user_cache, monkeypatch, kind, size
@@ -329,6 +331,7 @@ def test_a_pipe_is_read_once_however_long_it_is(tmp_path, monkeypatch):
     assert dataset.tokenizer.decode(np.concatenate([dataset.train, dataset.validation])) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_tokenizer_takes_little_memory_for_a_long_text(kind):
     """Characters took 24 bytes for each: code points, indices of eight bytes, and copies."""

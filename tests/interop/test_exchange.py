@@ -20,6 +20,7 @@ from jgpt.runs.load import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.models import random_gpt, to_torch, weights_of
+from tests.quick import only
 
 TEXT = "abcdefghijklmnop\n" * 40
 
@@ -80,6 +81,7 @@ def test_an_imported_run_is_trained_further(imported, gpt2, tmp_path):
     assert evaluation["validation_loss"] < loss_as_imported
 
 
+@pytest.mark.slow
 def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
     said = worked("export", imported, "--out", tmp_path / "again")
     assert "transformers.AutoModelForCausalLM.from_pretrained" in said
@@ -101,7 +103,7 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
         assert before == after, name
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", only([True], [False, True]))
 def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     """Both loaders and both writers have tests of what they compute."""
     checkpoint = tmp_path / "ckpt.pt"
@@ -219,6 +221,7 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     assert not (run / "imported").exists()
 
 
+@pytest.mark.slow
 def test_dropout_rates_that_differ_are_named_and_kept(gpt2, text_file, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
     run = tmp_path / "run"
@@ -304,6 +307,7 @@ def qwen3(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_path):
     run = tmp_path / "run"
     out = tmp_path / "again"

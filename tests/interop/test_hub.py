@@ -187,6 +187,7 @@ OFFLINE = (
 )
 
 
+@pytest.mark.slow
 def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_path):
     address, asked, end = hub
     (tmp_path / "gpt2").mkdir()
@@ -238,6 +239,7 @@ def test_a_folder_goes_before_a_short_name(tmp_path, monkeypatch):
     assert find_model("qwen3") == Path("qwen3")
 
 
+@pytest.mark.slow
 def test_a_hostile_server_names_no_file_outside_the_cache(hub, tmp_path):
     address, _, _ = hub
     cache = tmp_path / "deep" / "cache"

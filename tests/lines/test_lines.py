@@ -189,7 +189,7 @@ PROGRAMS = {
 }
 
 
-QUICK = ("nanoGPT in NNX", "Equinox", "Linen")
+QUICK = ("nanoGPT in NNX",)
 
 
 @pytest.mark.parametrize("name", only(QUICK, PROGRAMS))

@@ -98,6 +98,7 @@ class Named(jgpt.GPT):
         return "named"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "sentences"),
     [

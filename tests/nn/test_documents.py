@@ -55,7 +55,7 @@ def test_masks_and_positions_of_documents():
     assert same[4].tolist() == [False, False, True, True, True, False]
 
 
-QUICK = {("gpt2", None), ("modern", None)}
+QUICK = {("modern", None)}
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert_close_to_packed(array["values"], expected["values"])
 
 
+@pytest.mark.slow
 @needs_javascript
 @pytest.mark.parametrize(
     "name", only(["default preset"], ["default preset", "qwen3", "gpt2", "bigram", "one's own"])
@@ -128,6 +129,7 @@ def test_a_request_that_can_t_be_computed_says_why():
     ]
 
 
+@pytest.mark.slow
 @needs_javascript
 @pytest.mark.parametrize("name", only(["default preset"], ["default preset", "gpt2", "one's own"]))
 def test_a_text_is_written_on_with_the_tokens_of_generate(name):

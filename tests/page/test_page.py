@@ -83,6 +83,7 @@ def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, A
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     only(["default preset"], ["one's own", "default preset", "gpt2", "qwen3", "bigram", "lecture"]),

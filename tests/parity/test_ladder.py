@@ -177,7 +177,10 @@ MODERN = {
     ("family", "sabotage"),
     [
         *(pytest.param("modern", each, id=name) for name, each in MODERN.items()),
-        *(pytest.param("qwen3", each, id=name) for name, each in QWEN3.items()),
+        *(
+            pytest.param("qwen3", each, id=name, marks=pytest.mark.slow)
+            for name, each in QWEN3.items()
+        ),
     ],
 )
 def test_the_ladder_sees_a_mistake_in_each_modern_field(family, sabotage):

@@ -81,6 +81,7 @@ def saved(four_saves, tmp_path) -> RunDirectory:
     return RunDirectory(shutil.copytree(four_saves, tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
@@ -104,6 +105,7 @@ def test_the_config_says_how_many_are_kept(tmp_path, small_run, initial, policy,
     assert set(steps) == kept
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_latest_at_the_end(
     saved, initial, monkeypatch
 ):
@@ -144,6 +146,7 @@ def test_the_error_of_a_save_is_not_replaced_by_one_of_closing(saved, initial, m
     assert absl.filters == filters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("waited_for", "is_waited"), [(1, True), (1 << 40, False)])
 def test_training_waits_until_a_large_state_is_written_from_its_own_memory(
     saved, initial, monkeypatch, waited_for, is_waited
@@ -323,6 +326,7 @@ def test_a_damaged_checkpoint_is_rejected_and_never_half_loaded(saved, initial, 
     assert bits(nnx.state(undamaged)) == bits(numbered(initial, 2).weights)
 
 
+@pytest.mark.slow
 def test_a_run_with_n_grams_is_saved_and_loaded_and_no_other_is(small_run, tmp_path):
     """Tuples are lists in JSON: the config's, and the manifest's."""
     path = tmp_path / "run"
@@ -415,6 +419,7 @@ def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved
         choose_target(config, resume=True, overwrite=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["listed", "verified"])
 @pytest.mark.parametrize(("which", "next_one"), [("last", 5), ("best", 5), (4, None)])
 def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_next(

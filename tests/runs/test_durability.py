@@ -203,6 +203,7 @@ def last_step_with_its_metrics(run: RunDirectory) -> int:
     return last
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
     model = create_model(CONFIG.model, rngs=nnx.Rngs(0))
 

@@ -48,6 +48,7 @@ class LoRAGPT(jgpt.GPT):
             block.feed_forward = LoRA(config, rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, pytest.param("data=4,fsdp=2", marks=pytest.mark.slow)])
 def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     mesh, trained, config, tmp_path
@@ -86,6 +87,7 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     assert len(moments) == 2
 
 
+@pytest.mark.slow
 def test_all_weights_are_those_of_the_model(trained, config):
     model = jgpt.load(trained.directory).model
     config = dataclasses.replace(config, steps=1)

@@ -118,6 +118,7 @@ def test_the_validation_loss_is_the_model_s_on_every_held_out_target(trained):
             evaluate(trained.directory, window=size)
 
 
+@pytest.mark.slow
 def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tmp_path):
     """Characters of one byte in the training text, of two for validation, of four in the test.
 
@@ -291,6 +292,7 @@ def test_compiling_takes_no_step_and_gives_its_memory_back(observed):
     assert len(events) == len(steps) + 6
 
 
+@pytest.mark.slow
 def test_a_run_compiles_each_function_once(observed):
     found = re.findall(r"Finished XLA compilation of jit\((\w+)\)", "\n".join(observed.log))
     for name in ("steps", "evaluate", "_window_starts", "_gather"):
@@ -302,6 +304,7 @@ def test_trackers_are_given_every_line_and_closed(observed):
     assert observed.tracked == [*lines_of(observed.run.directory), {}]
 
 
+@pytest.mark.slow
 def test_what_training_needs_late_is_imported_late(small_run, tmp_path):
     config = tmp_path / "config.json"
     quick = with_changes(small_run, **BIGRAM, out=str(tmp_path / "run"))
@@ -329,6 +332,7 @@ def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
     assert out.as_posix() == "runs/gpt-2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, tmp_path, clip):
     rate = 1e30 if clip else 1e15
@@ -416,6 +420,7 @@ def with_nan(directory):
     return model
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, tmp_path):
     model = with_nan(tmp_path / "run")
     where = "blocks.0.feed_forward.expansion.kernel is not finite"
@@ -437,6 +442,7 @@ def test_a_perplexity_that_no_float_holds_is_infinite():
     assert _perplexity(710.0) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_fit")
 @pytest.mark.parametrize("wrong", ["usetex", "font"])
 def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, tmp_path, monkeypatch, wrong):
@@ -496,6 +502,7 @@ def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path):
     assert progress.messages == [f"stopped at step {lines[-1]['step']} of 400: {why}"] * 2
 
 
+@pytest.mark.slow
 def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run, tmp_path):
     """At a learning rate at which the last model is not the best; the average is measured."""
     worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0, "ema_decay": 0.3}
@@ -536,6 +543,7 @@ def test_the_best_model_is_measured_on_eval_tokens_and_says_the_sample(small_run
     assert len({said(0.0), said(0.7), said(0.8), said(0.9), said(1.0)}) > 3
 
 
+@pytest.mark.slow
 def test_an_estimate_is_of_the_averaged_weights_too(small_run, tmp_path):
     config = with_changes(small_run, **BIGRAM, steps=4, eval_tokens=50)
     losses = []
@@ -547,6 +555,7 @@ def test_an_estimate_is_of_the_averaged_weights_too(small_run, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # so few windows are all estimated
 
 
+@pytest.mark.slow
 def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_run_s(copy, tmp_path):
     """The old text's provenance would stand in the way of resuming with the new one."""
     (tmp_path / "copy" / "notes.txt").write_text("mine")
@@ -744,6 +753,7 @@ def test_the_model_of_a_run_is_of_the_platform_it_was_trained_for(small_run, tmp
     assert (model.config.dtype, model.config.activation_dtype) == ("bfloat16", "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "devices"), [(None, 1), ("data=2,fsdp=4", 8)])
 def test_the_utilisation_is_that_of_all_devices(small_run, tmp_path, monkeypatch, mesh, devices):
     class Made(Exception):

@@ -52,6 +52,7 @@ def config(small_run, tmp_path):
     return dataclasses.replace(small_run, out=str(tmp_path / "run"), sample_tokens=0)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, file, tmp_path):
     objective = f"{file}:distillation"
     run = jgpt.fit(config, objective=objective, progress=None)

@@ -78,6 +78,7 @@ def stopped_and_resumed(config: jgpt.TrainConfig, make: Any, tmp_path: Any) -> A
     return jgpt.fit(stopped, optimizer=make, resume=True, progress=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -426,6 +426,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["shapes differ"], MISTAKES))
 def test_a_mistake_in_custom_code_has_a_place_and_one_line(poem, tmp_path, monkeypatch, name):
     source, message, line = MISTAKES[name]

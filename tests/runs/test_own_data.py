@@ -176,6 +176,7 @@ def test_it_trains_and_a_killed_run_ends_as_one_that_was_not(tmp_path, kind, mes
     assert fingerprint(resumed.directory) == fingerprint(whole.directory)
 
 
+@pytest.mark.slow
 def test_nothing_is_learned_where_weights_are_zero(tmp_path):
     """Other tokens of the padding change no loss."""
 
@@ -243,6 +244,7 @@ def test_a_wrong_batch_is_one_line_before_anything_is_written(tmp_path, batches,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_wrong_batch_of_a_later_step_loses_none_of_those_before(tmp_path):
     def wrong_later(dataset, seed, step):
         batch = padded(dataset, seed, step)

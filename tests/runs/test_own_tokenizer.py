@@ -55,6 +55,7 @@ def config_in(folder, **changes) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_own_tokenizer_is_trained_resumed_sampled_and_evaluated(folder):
     """By commands, each of which is given the tokenizer again."""
     train = ("train", "tiny", "--data", "games.txt", "--block-size", 5, "--out", "r")
@@ -116,6 +117,7 @@ class Letters:
         return "".join("ab\n"[token] for token in tokens)
 
 
+@pytest.mark.slow
 def test_an_object_is_a_tokenizer_and_a_stopped_run_ends_as_an_uninterrupted_one(folder):
     (folder / "games.txt").write_text("abba\n" * 60)
     whole = jgpt.fit(config_in(folder), tokenizer=Letters(), progress=None)

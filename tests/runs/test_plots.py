@@ -235,6 +235,7 @@ def test_the_attention_of_a_text_s_end_is_drawn(figures):
     assert figure.axes[-1].get_ylabel() == "attention weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "heads", "time", "named", "inches", "points"),
     only(

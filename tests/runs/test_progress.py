@@ -18,6 +18,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(IPython, "get_ipython", lambda: types.SimpleNamespace(kernel=None))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatch, capsys):
     drawn = []

@@ -216,6 +216,7 @@ def bytes_of_run(folder: Path) -> dict[str, bytes | None]:
     return found
 
 
+@pytest.mark.slow
 def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
     """What it decides by can't change in between, and a slow disk is asked once."""
     read = []
@@ -263,6 +264,7 @@ def test_a_new_start_that_is_rejected_leaves_nothing(small_run, tmp_path, make):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_as_before_after_a_rejected_start(copy, trained):
     """The config's record of the model has not changed either, so the run loads."""
     with pytest.raises(ValueError, match="or it is of another model"):
@@ -274,6 +276,7 @@ def test_a_resumed_run_is_as_before_after_a_rejected_start(copy, trained):
     assert run.validation_loss == trained.validation_loss
 
 
+@pytest.mark.slow
 def test_a_run_that_was_never_trained_does_not_block_the_next(small_run, tmp_path):
     config = with_changes(small_run, **BIGRAM, steps=1, out=str(tmp_path / "run"))
 

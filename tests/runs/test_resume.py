@@ -93,6 +93,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "killed_at", "last", "kept"),
     only(

@@ -279,6 +279,7 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     assert [its.shape for its, _ in gathered] == [(40, 48)] * gathers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rows"), only([(ALL, 24 * 10)], [("fsdp=8", 17), (ALL, 24 * 10)]))
 def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
     """Also with rematerialised blocks, and in chunks, before which the head is gathered."""

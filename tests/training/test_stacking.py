@@ -67,6 +67,7 @@ def furthest(one: Any, other: Any) -> float:
 # --- the same numbers ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -124,6 +125,7 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     assert found == list(range(11))
 
 
+@pytest.mark.slow
 def test_the_stack_s_own_axis_is_whole():
     specs = {"blocks": {0: {"a": P("fsdp", None)}, 1: {"a": P("fsdp", None)}}, "head": P("tensor")}
     stacked = {"blocks": {"stacked": {"a": P(None, "fsdp", None)}}, "head": P("tensor")}
