@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 from numpy.typing import ArrayLike
 
@@ -16,6 +18,8 @@ INK = "#767676"
 """A grey that can be read on white and on black."""
 BOX = "black"
 """Text on the light boxes of the map."""
+PIXELS = 8
+"""Of a heat map's cell: browsers that enlarge a picture blur between pixels."""
 
 set_matplotlib_formats("svg", metadata={"Date": None})
 plt.rcParams.update(
@@ -40,10 +44,13 @@ def heat_map(
     digits: int | None = 2,
     texts: Sequence[Sequence[str]] = (),
     largest: float | None = None,
+    scale: bool = True,
     axes: Axes | None = None,
 ) -> None:
-    """Draw a matrix with values, or texts, in it; not with `digits=None`.
+    """Draw a matrix with values, or texts, in it.
 
+    With `digits=None` there are no values, but a scale beside the matrix, if it
+    isn't left out for one that several matrices share (`draw_scale`).
     Rows and columns are labels, a string being one for each character. Names
     are those of the axes.
     `largest` is the value of the darkest colour, to compare matrices.
@@ -57,22 +64,44 @@ def heat_map(
     finite = matrix[np.isfinite(matrix)]
     largest = largest or np.abs(finite).max() or 1.0
     signed = finite.min() < 0
-    colours = plt.get_cmap("RdBu_r" if signed else "Blues")
-    shown = axes.imshow(
-        np.ma.masked_invalid(matrix),
-        cmap=colours.with_extremes(bad="0.85"),
-        vmin=-largest if signed else 0,
-        vmax=largest,
-        interpolation="none",
-    )
+    shades = _colours(largest, signed).to_rgba(np.ma.masked_invalid(matrix))
+    pixels = shades.repeat(PIXELS, axis=0).repeat(PIXELS, axis=1)
+    edges = (-0.5, width - 0.5, height - 0.5, -0.5)
+    axes.imshow(pixels, extent=edges, interpolation="none")
+    if digits is None and scale:
+        draw_scale(axes, largest, signed=signed)
     if digits is not None:
-        shades = shown.to_rgba(shown.get_array())
         for (row, column), value in np.ndenumerate(matrix):
             number = f"{value:.{digits}f}" if np.isfinite(value) else "-∞"
             text = texts[row][column] if texts else number
             colour = text_on(shades[row, column, :3])
             axes.text(column, row, text, ha="center", va="center", color=colour)
     _label(axes, title, rows, columns, names)
+
+
+def draw_scale(
+    axes: Axes | Sequence[Axes], largest: float, *, signed: bool = False
+) -> None:
+    """Draw what the colours of a heat map, or of several, stand for."""
+    ticks = [0.0, largest]
+    if signed:
+        ticks.insert(0, -largest)
+    first = axes if isinstance(axes, Axes) else axes[0]
+    assert first.figure is not None
+    bar = first.figure.colorbar(
+        _colours(largest, signed), ax=axes, aspect=12, shrink=0.7, pad=0.03
+    )
+    bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.solids.set_rasterized(True)  # one image in place of 256 paths
+
+
+def _colours(largest: float, signed: bool) -> ScalarMappable:
+    smallest = -largest if signed else 0.0
+    colours = plt.get_cmap("RdBu_r" if signed else "Blues")
+    return ScalarMappable(
+        Normalize(smallest, largest), colours.with_extremes(bad="0.85")
+    )
 
 
 def grid(
@@ -82,17 +111,34 @@ def grid(
     rows: Sequence[str] = (),
     columns: Sequence[str] = (),
     names: tuple[str, str] = ("", ""),
+    groups: ArrayLike = (),
+    cell_width: float = 1.0,
     axes: Axes | None = None,
 ) -> None:
-    """Draw a table without shading, for letters and the numbers of tokens."""
+    """Draw a table of letters, the numbers of tokens, or words.
+
+    Cells of the same group have the same colour; without groups there are none.
+    """
     height, width = len(cells), len(cells[0])
+    group_of = np.asarray(groups)
     if axes is None:
-        axes = plt.subplots(figsize=(0.4 * width + 1.3, 0.4 * height + 1.1))[1]
+        size = (0.4 * cell_width * width + 1.3, 0.4 * height + 1.1)
+        axes = plt.subplots(figsize=size)[1]
+    pastels = plt.get_cmap("Pastel1").colors  # type: ignore[attr-defined]
     for row, line in enumerate(cells):
         for column, cell in enumerate(line):
-            axes.text(column, row, str(cell), ha="center", va="center")
+            style = {"ha": "center", "va": "center"}
+            if group_of.size > 0:
+                style["color"] = BOX
+                corner = (column - 0.5, row - 0.5)
+                colour = pastels[group_of[row, column]]
+                box = plt.Rectangle(corner, 1, 1, facecolor=colour, zorder=0)
+                axes.add_patch(box)
+            axes.text(column, row, str(cell), **style)
     axes.set(
-        xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), aspect="equal"
+        xlim=(-0.5, width - 0.5),
+        ylim=(height - 0.5, -0.5),
+        aspect=1 / cell_width,
     )
     _label(axes, title, rows, columns, names)
     axes.set_xticks(np.arange(width - 1) + 0.5, minor=True)
@@ -140,81 +186,90 @@ COURSE += ("heads", "block", "shapes", "training")
 """The first lessons, from 0 on."""
 # name: the lesson that explains it, its label, its place: x, y, width, height
 PARTS = {
-    "tokenizer": (1, "tokenizer", 4.2, 1.6, 5.6, 1.0),
-    "token_embedding": (1, "token embedding", 4.2, 3.4, 5.6, 1.0),
-    "position_embedding": (3, "position embedding", 9.5, 5.2, 3.8, 1.6),
-    "blocks": (5, "block\n⋮\nblock", 4.2, 8.3, 5.6, 2.8),
-    "final_norm": (5, "norm", 4.2, 10.8, 5.6, 1.0),
-    "head": (5, "language-model head", 4.2, 12.8, 5.6, 1.6),
-    "sampling": (1, "softmax, sampling", 2.2, 15.5, 3.6, 1.6),
-    "loss": (1, "cross entropy", 6.6, 15.5, 3.6, 1.6),
-    "train_step": (7, "gradient, optimizer", 6.6, 17.9, 3.6, 1.6),
-    "attention_norm": (5, "norm", 17.2, 3.3, 4.8, 1.0),
-    "attention": (4, "multi-head attention", 17.2, 5.5, 4.8, 1.6),
-    "feed_forward_norm": (5, "norm", 17.2, 10.6, 4.8, 1.0),
-    "feed_forward": (5, "feed-forward network", 17.2, 12.8, 4.8, 1.6),
-    "query": (3, "query", 24.2, 2.8, 2.4, 1.0),
-    "key": (3, "key", 26.9, 2.8, 2.4, 1.0),
-    "value": (3, "value", 29.6, 2.8, 2.4, 1.0),
-    "split": (4, "split into heads", 26.9, 4.4, 7.8, 1.0),
-    "cache": (10, "cache", 28.4, 6.0, 4.8, 1.0),
-    "scores": (3, "scores:\nq·k / √head_dim", 25.4, 7.9, 5.6, 1.6),
-    "mask": (2, "causal mask", 25.4, 9.7, 5.6, 1.0),
-    "softmax": (2, "softmax", 25.4, 11.3, 5.6, 1.0),
-    "mean": (2, "weighted mean of values", 26.9, 13.6, 7.8, 1.6),
-    "merge": (4, "merge the heads", 26.9, 16.0, 7.8, 1.0),
-    "projection": (4, "projection", 26.9, 17.6, 7.8, 1.0),
+    "tokenizer": (1, "tokenizer", 4.2, 1.6, 6.2, 1.2),
+    "token_embedding": (1, "token embedding", 4.2, 3.5, 6.2, 1.2),
+    "position_embedding": (3, "position embedding", 9.9, 5.4, 4.2, 2.0),
+    "blocks": (5, "block\n⋮\nblock", 4.2, 8.1, 6.2, 2.8),
+    "final_norm": (5, "norm", 4.2, 11.0, 6.2, 1.2),
+    "head": (5, "language-model head", 4.2, 12.9, 6.2, 1.2),
+    "sampling": (1, "softmax, sampling", 3.0, 15.4, 5.2, 1.2),
+    "loss": (1, "cross entropy", 8.8, 15.4, 5.2, 1.2),
+    "train_step": (7, "gradient, optimizer", 8.8, 17.6, 5.8, 1.2),
+    "attention_norm": (5, "norm", 17.3, 3.4, 6.2, 1.2),
+    "attention": (4, "multi-head attention", 17.3, 5.5, 6.2, 1.2),
+    "feed_forward_norm": (5, "norm", 17.3, 11.0, 6.2, 1.2),
+    "feed_forward": (5, "feed-forward network", 17.3, 13.3, 6.2, 2.0),
+    "query": (3, "query", 24.0, 2.2, 2.6, 1.2),
+    "key": (3, "key", 26.8, 2.2, 2.6, 1.2),
+    "value": (3, "value", 29.6, 2.2, 2.6, 1.2),
+    "split": (4, "split into heads", 26.8, 4.1, 8.0, 1.2),
+    "cache": (10, "cache", 28.2, 6.0, 4.8, 1.2),
+    "scores": (3, "scores: q·k / √d", 25.5, 7.9, 6.2, 1.2),
+    "mask": (2, "causal mask", 25.5, 9.8, 6.2, 1.2),
+    "softmax": (2, "softmax", 25.5, 11.7, 6.2, 1.2),
+    "mean": (2, "weighted mean of values", 26.8, 13.6, 8.0, 1.2),
+    "merge": (4, "merge the heads", 26.8, 15.5, 8.0, 1.2),
+    "projection": (4, "projection", 26.8, 17.4, 8.0, 1.2),
 }
-POSITION_LINE = [(7.6, 5.2), (4.6, 5.2)]
+POSITION_LINE = [(7.8, 5.4), (4.6, 5.4)]
 LINES = [  # corners; the last has an arrowhead
-    [(4.2, 0.7), (4.2, 1.1)],
-    [(4.2, 2.1), (4.2, 2.9)],
-    [(4.2, 3.9), (4.2, 4.9)],
+    [(4.2, 0.5), (4.2, 1.0)],
+    [(4.2, 2.2), (4.2, 2.9)],
+    [(4.2, 4.1), (4.2, 5.1)],
     POSITION_LINE,
-    [(4.2, 5.5), (4.2, 6.9)],
-    [(4.2, 9.7), (4.2, 10.3)],
-    [(4.2, 11.3), (4.2, 12.0)],
-    [(4.2, 13.6), (4.2, 14.2), (2.2, 14.2), (2.2, 14.7)],
-    [(4.2, 13.6), (4.2, 14.2), (6.6, 14.2), (6.6, 14.7)],
-    [(6.6, 16.3), (6.6, 17.1)],
-    [(2.2, 16.3), (2.2, 16.9), (0.1, 16.9), (0.1, 0.2), (2.2, 0.2)],
-    [(13.6, 0.9), (13.6, 7.4)],
-    [(13.6, 8.0), (13.6, 14.9)],
-    [(13.6, 15.5), (13.6, 18.2)],
-    [(13.6, 2.1), (17.2, 2.1), (17.2, 2.8)],
-    [(17.2, 3.8), (17.2, 4.7)],
-    [(17.2, 6.3), (17.2, 7.7), (14.0, 7.7)],
-    [(13.6, 9.4), (17.2, 9.4), (17.2, 10.1)],
-    [(17.2, 11.1), (17.2, 12.0)],
-    [(17.2, 13.6), (17.2, 15.2), (14.0, 15.2)],
+    [(4.2, 5.7), (4.2, 6.7)],
+    [(4.2, 9.5), (4.2, 10.4)],
+    [(4.2, 11.6), (4.2, 12.3)],
+    [(4.2, 13.5), (4.2, 14.1), (3.0, 14.1), (3.0, 14.8)],
+    [(4.2, 13.5), (4.2, 14.1), (8.8, 14.1), (8.8, 14.8)],
+    [(8.8, 16.0), (8.8, 17.0)],
+    [(3.0, 16.0), (3.0, 16.7), (0.1, 16.7), (0.1, 0.0), (2.2, 0.0)],
+    [(13.2, 0.5), (13.2, 7.4)],
+    [(13.2, 8.0), (13.2, 15.1)],
+    [(13.2, 15.7), (13.2, 18.4)],
+    [(13.2, 1.9), (17.3, 1.9), (17.3, 2.8)],
+    [(17.3, 4.0), (17.3, 4.9)],
+    [(17.3, 6.1), (17.3, 7.7), (13.6, 7.7)],
+    [(13.2, 9.5), (17.3, 9.5), (17.3, 10.4)],
+    [(17.3, 11.6), (17.3, 12.3)],
+    [(17.3, 14.3), (17.3, 15.4), (13.6, 15.4)],
     *(
-        [(26.9, 0.8), (26.9, 1.7), (x, 1.7), (x, 2.3)]
-        for x in (24.2, 26.9, 29.6)
+        [(26.8, 0.4), (26.8, 1.0), (x, 1.0), (x, 1.6)]
+        for x in (24.0, 26.8, 29.6)
     ),
-    *([(x, 3.3), (x, 3.9)] for x in (24.2, 26.9, 29.6)),
-    *([(x, 4.9), (x, 5.5)] for x in (26.9, 29.6)),
-    [(24.2, 4.9), (24.2, 7.1)],
-    [(26.9, 6.5), (26.9, 7.1)],
-    [(29.6, 6.5), (29.6, 12.8)],
-    [(25.4, 8.7), (25.4, 9.2)],
-    [(25.4, 10.2), (25.4, 10.8)],
-    [(25.4, 11.8), (25.4, 12.8)],
-    [(26.9, 14.4), (26.9, 15.5)],
-    [(26.9, 16.5), (26.9, 17.1)],
-    [(26.9, 18.1), (26.9, 18.7)],
+    *([(x, 2.8), (x, 3.5)] for x in (24.0, 26.8, 29.6)),
+    *([(x, 4.7), (x, 5.4)] for x in (26.8, 29.6)),
+    [(24.0, 4.7), (24.0, 7.3)],
+    [(26.8, 6.6), (26.8, 7.3)],
+    [(29.6, 6.6), (29.6, 13.0)],
+    [(25.5, 8.5), (25.5, 9.2)],
+    [(25.5, 10.4), (25.5, 11.1)],
+    [(25.5, 12.3), (25.5, 13.0)],
+    [(26.8, 14.2), (26.8, 14.9)],
+    [(26.8, 16.1), (26.8, 16.8)],
+    [(26.8, 18.0), (26.8, 18.6)],
 ]
-SHAPES = [  # of lesson 6: text, where it begins, and where its middle is
-    ("batch time", 4.5, 2.5),
-    ("batch time\nembed_dim", 0.4, 5.9),
-    ("batch time\nvocab_size", 6.9, 14.15),
-    ("batch time\nembed_dim", 13.9, 1.3),
-    ("batch time\nembed_dim", 13.9, 8.6),
-    ("batch time\nembed_dim", 13.9, 16.3),
-    ("batch time\nembed_dim", 22.6, 1.1),
-    ("batch\nheads key\nhead_dim", 29.8, 8.9),
-    ("batch heads\nquery key", 25.6, 12.3),
-    ("batch heads\nquery head_dim", 27.1, 14.95),
-]
+_STREAM = "batch time embed_dim"
+_PAIRS = "batch heads query key"
+SHAPES = {  # of what a part returns
+    "tokenizer": "batch time",
+    "token_embedding": _STREAM,
+    "position_embedding": "time embed_dim",
+    "final_norm": _STREAM,
+    "head": "batch time vocab_size",
+    "sampling": "batch",
+    "attention_norm": _STREAM,
+    "attention": _STREAM,
+    "feed_forward_norm": _STREAM,
+    "feed_forward": _STREAM,
+    "split": "batch heads time head_dim",
+    "scores": _PAIRS,
+    "mask": "query key",
+    "softmax": _PAIRS,
+    "mean": "batch heads query head_dim",
+    "merge": _STREAM,
+    "projection": _STREAM,
+}
 
 
 def draw_transformer(
@@ -223,31 +278,34 @@ def draw_transformer(
     new: Collection[str] = (),
     labels: Mapping[str, str] | None = None,
     without: Collection[str] = (),
+    shapes: bool = False,
 ) -> None:
     """Draw the course, a GPT, a block and attention, filled in up to a lesson.
 
     Parts of that lesson are orange, and so are those named in `new`; parts of
     later ones are empty and have its number. `labels` replaces labels, and
-    `without` leaves out what a model lacks. All name parts as PARTS does.
+    `without` leaves out what a model lacks. All name parts as PARTS does. With
+    `shapes`, each part has the shape of its result below its label.
     """
     has_positions = "position_embedding" not in without
-    axes = plt.subplots(figsize=(7.5, 7.9))[1]
+    height = 7.2 if shapes else 4.6
+    axes = plt.subplots(figsize=(9.5, height))[1]
     for at, name in enumerate((*COURSE, "and on")):
         number = f"{at}" if name in COURSE else f"{at}-"
         current = at == min(lesson, len(COURSE))
-        place = (1.8 + 3.7 * at, 21.8, 3.4, 1.7)
-        _box(axes, f"{number}\n{name}", place, at > lesson, current)
+        place = (1.8 + 3.7 * at, 21.2, 3.5, 1.3)
+        _box(axes, f"{number} {name}", place, at > lesson, current)
     frame = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.7}
-    frames = ((12.2, 20.8, "one block"), (22.2, 33.2, "its attention"))
+    frames = ((12.2, 20.9, "one block"), (22.1, 33.2, "its attention"))
     for left, right, title in frames:
-        size = right - left, 18.5
-        axes.add_patch(plt.Rectangle((left, 0.4), *size, zorder=0, **frame))
+        size = right - left, 18.6
+        axes.add_patch(plt.Rectangle((left, 0.2), *size, zorder=0, **frame))
         axes.text((left + right) / 2, 19.5, title, ha="center", va="center")
     axes.text(4.2, 19.5, "GPT", ha="center", va="center")
     thin = {"color": INK, "linewidth": 0.5, "zorder": 0}
-    zooms = ((7.0, 12.2, 6.9, 9.7), (19.6, 22.2, 4.7, 6.3))
+    zooms = ((7.3, 12.2, 6.7, 9.5), (20.4, 22.1, 4.9, 6.1))
     for inner, outer, low, high in zooms:
-        for near, far in ((low, 0.4), (high, 18.9)):
+        for near, far in ((low, 0.2), (high, 18.8)):
             axes.plot((inner, outer), (near, far), **thin)
     for corners in LINES:
         if corners == POSITION_LINE and not has_positions:
@@ -255,25 +313,24 @@ def draw_transformer(
         axes.plot(*zip(*corners, strict=True), color=INK, linewidth=1, zorder=1)
         arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", corners[-1], corners[-2], arrowprops=arrow)
-    sums = [(13.6, 7.7, 5), (13.6, 15.2, 5)]
+    sums = [(13.2, 7.7, 5), (13.2, 15.4, 5)]
     if has_positions:
-        sums.append((4.2, 5.2, 3))
+        sums.append((4.2, 5.4, 3))
     for x, y, taught_in in sums:
         style = {"ha": "center", "va": "center", "color": BOX, "zorder": 3}
         axes.text(x, y, "+" if lesson >= taught_in else "", **style)
-        axes.scatter(x, y, s=150, facecolor="white", edgecolor=INK, zorder=2)
-    axes.text(2.5, 0.2, "“First Citi”", va="center")
+        axes.scatter(x, y, s=110, facecolor="white", edgecolor=INK, zorder=2)
+    axes.text(2.5, 0.0, "“First Citi”", va="center")
     for name, (taught_in, label, *place) in PARTS.items():
         if name in without:
             continue
         later, current = taught_in > lesson, taught_in == lesson or name in new
         known = (labels or {}).get(name, label)
         text = f"lesson {taught_in}" if later else known
+        if shapes and name in SHAPES:
+            text = f"{text}\n{SHAPES[name]}"
         _box(axes, text, place, later, current)
-    style = {"va": "center", "color": "#b36000" if lesson == 6 else INK}
-    for shape, x, y in SHAPES if lesson >= 6 else ():
-        axes.text(x, y, shape, zorder=4, **style)
-    axes.set(xlim=(-0.2, 33.4), ylim=(-0.4, 22.8))
+    axes.set(xlim=(-0.2, 33.4), ylim=(-0.6, 22.0))
     axes.axis("off")
 
 
@@ -286,11 +343,13 @@ def _box(
         if later
         else {"facecolor": "#f5b971" if current else "#9fc5e8"}
     )
-    line = {"edgecolor": INK, "linestyle": ":" if later else "-", "zorder": 2}
+    edge = {"edgecolor": INK, "linestyle": ":" if later else "-", "zorder": 2}
     corner = (x - width / 2, y - height / 2)
-    axes.add_patch(plt.Rectangle(corner, width, height, **fill, **line))
-    if "\n" not in text:
-        letters = int(2.75 * width)  # at 10 points
-        text = "\n".join(textwrap.wrap(text, letters, break_long_words=False))
+    axes.add_patch(plt.Rectangle(corner, width, height, **fill, **edge))
+    letters = int(3.4 * width)  # at 10 points
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, letters, break_long_words=False)
+    text = "\n".join(lines)
     style = {"color": INK if later else BOX, "zorder": 3}
     axes.text(x, y, text, ha="center", va="center", **style)
