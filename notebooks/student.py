@@ -29,7 +29,7 @@ FOLDED = re.compile(
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
-MODULES = ("pictures.py", "checks.py", "parts.py")
+MODULES = ("pictures.py", "checks.py", "experiments.py", "parts.py")
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
 

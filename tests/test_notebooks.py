@@ -332,6 +332,7 @@ def lessons(tmp_path) -> Path:
     shutil.copy(LESSONS[2], folder / "lesson.ipynb")
     (folder / "pictures.py").write_text("first = 1\n")
     (folder / "checks.py").write_text("")
+    (folder / "experiments.py").write_text("")
     (folder / "parts.py").write_text("")
     return folder
 
@@ -363,6 +364,7 @@ def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, caps
     assert f"{mine} was changed and is kept\n" in capsys.readouterr().out
     assert sorted(path.name for path in mine.parent.iterdir()) == [
         "checks.py",
+        "experiments.py",
         "lesson.ipynb",
         "parts.py",
         "pictures.py",
@@ -415,6 +417,7 @@ def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
     assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
     assert sorted(path.name for path in student.iterdir()) == [
         "checks.py",
+        "experiments.py",
         "lesson.ipynb",
         "parts.py",
         "pictures.py",
