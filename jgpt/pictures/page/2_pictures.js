@@ -13,21 +13,50 @@ function changed(picture, ...of) {
 }
 /** Mark what is chosen in a picture, and scroll it into sight, right of its names. */
 function mark(picture, element) {
-  picture.querySelector(".on")?.classList.remove("on");
+  picture.marked?.classList.remove("on");
+  picture.marked = element;
   element.classList.add("on");
   const place = picture.closest(".scroll");
   if (!place) return;
-  const { offsetLeft: left, offsetWidth: width } = element;
-  place.scrollLeft = clamp(place.scrollLeft, left + width - place.clientWidth, left - 100);
+  toScroll.set(place, element);
+  scrolling ??= requestAnimationFrame(scrollToMarks);
+}
+// Where an element is takes a layout, which is done once for all, and not for what is out of sight.
+const toScroll = new Map();
+let scrolling = null;
+function scrollToMarks() {
+  scrolling = null;
+  const seen = [...toScroll].filter(([place]) =>
+    place.checkVisibility({ contentVisibilityAuto: true }));
+  const places = seen.map(([place, { offsetLeft, offsetWidth }]) => {
+    const least = offsetLeft + offsetWidth - place.clientWidth;
+    return [place, clamp(place.scrollLeft, least, offsetLeft - 100)];
+  });
+  for (const [place, left] of places) {
+    place.scrollLeft = left;
+    toScroll.delete(place);
+  }
+}
+document.addEventListener("contentvisibilityautostatechange", ({ skipped }) => {
+  if (!skipped && toScroll.size) scrolling ??= requestAnimationFrame(scrollToMarks);
+}, { capture: true });
+/** Give a place so many elements, each with a text; those that are there are used again. */
+function setTexts(place, texts) {
+  while (place.childElementCount > texts.length) place.lastChild.remove();
+  while (place.childElementCount < texts.length) place.append(element("span"));
+  texts.forEach((text, i) => {
+    if (place.children[i].textContent !== text) place.children[i].textContent = text;
+  });
 }
 /** Name rows and columns by their tokens; the style sheet hides those of a map of many. */
 function buildNames() {
   document.body.className = time > 128 ? "many" : "";
   document.body.style = `--time: ${time}; --widest: ${widest}`;
+  const texts = tokens.map(cut);
   for (const names of document.querySelectorAll(".names")) {
-    if (!changed(names, ...tokens)) continue;
+    if (names.closest("#twins") && !data.other || !changed(names, ...texts)) continue;
     names.classList.toggle("long", widest > 2);
-    names.replaceChildren(...tokens.map(token => element("span", { textContent: cut(token) })));
+    setTexts(names, texts);
   }
 }
 

@@ -67,7 +67,10 @@ function drawLens(lens, of) {
 }
 function fillLens(lens, of) {
   lens.of = of;
-  if (changed(lens, depths, widest, ...tokens)) layOutLens(lens);
+  if (changed(lens, depths, widest, time)) layOutLens(lens);
+  const names = tokens.map(cut);
+  nameCells(lens.named[0], names);
+  nameCells(lens.named[1], names.slice(1));
   lens.cells.forEach((row, depth) => row.forEach((cell, position) => {
     const [best] = predictions(depth, position, of);
     const right = following(depth, position, of)?.rank === 1;
@@ -84,16 +87,20 @@ function layOutLens(lens) {
   const width = widest <= 2 ? 20 : 8 * widest + 12;
   grid.replaceChildren();
   grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
-  const row = (name, depth, names = []) => {
+  const row = (name, depth) => {
     const cells = tokens.map((_, position) =>
-      element("span", { chooses: { ...goTo(position), depth } }, names[position] ?? ""));
+      element("span", { chooses: { ...goTo(position), depth } }));
     grid.append(element("span", { className: "name" }, name), ...cells);
     return cells;
   };
-  const names = tokens.map(cut);
-  row("after", depths, names);
+  const above = row("after", depths);
   lens.cells = Array.from({ length: depths + 1 }, (_, depth) => row(depthName(depth), depth));
-  row("next", depths, names.slice(1));
+  lens.named = [above, row("next", depths)];
+}
+function nameCells(cells, names) {
+  names.forEach((name, i) => {
+    if (cells[i].textContent !== name) cells[i].textContent = name;
+  });
 }
 function describeLens(depth, position, of) {
   const next = following(depth, position, of);

@@ -46,9 +46,17 @@ async function writeOn(id, request) {
   return written;
 }
 
+// The buffers of a record, which go to the page instead of being copied.
+function buffersOf({arrays = [], attention, products}) {
+  const all = [attention, products?.query, products?.key];
+  for (const {values, gradient} of arrays) all.push(values, gradient);
+  return all.filter((x) => x).map(({steps}) => steps.buffer);
+}
+
 async function reply(question) {
   try {
-    postMessage({id: question.id, done: await answer(question)});
+    const done = await answer(question);
+    postMessage({id: question.id, done}, buffersOf(done));
   } catch (error) {
     postMessage({id: question.id, error: error.message});
   }
