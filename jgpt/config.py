@@ -31,6 +31,7 @@ AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2", "numbers"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
 TrackerName = Literal["tensorboard", "wandb"]
+StatisticName = Literal["gradient_norms", "update_ratios", "activation_rms"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
 DEFAULT_TEMPERATURE = 0.8
@@ -360,6 +361,11 @@ class TrainConfig(Fields):
     """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers besides metrics.jsonl; each needs the extra of its name."""
+    log: tuple[StatisticName, ...] = ()
+    """Further metrics for each part of the model: norms of gradients, updates in relation to the
+    parameters, and the root mean square of what each part returns."""
+    log_interval: Count = 10
+    """Steps between the metrics of log."""
     sample_tokens: Annotated[int, NOT_NEGATIVE, at_most(2**24)] = 500
     """The length of the sample after training, in tokens; 0 for no sample."""
     mesh: str | None = None

@@ -33,6 +33,8 @@ from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from jgpt.runs.directory import read_config
 from jgpt.training.optimizer import make_optimizer
+from jgpt.training.state import abstract_state
+from jgpt.training.step import make_train_steps
 from jgpt.words import did_you_mean
 from tests.quick import only
 
@@ -130,7 +132,7 @@ BOUNDS = {
         rotary_base norm_epsilon attention_scale attention_window ngram_rows logit_softcap
         learning_rate schedule_steps muon_learning_rate embedding_learning_rate
         steps batch_size micro_batches eval_interval steps_per_call patience
-        keep_best keep_last keep_every""",
+        keep_best keep_last keep_every log_interval""",
     ),
     "not be negative": (
         (-1,),
@@ -384,6 +386,12 @@ def test_each_preset_makes_the_model_that_it_promises(name):
     assert logits.shape == (3, config.block_size, config.vocab_size)
 
 
+def step_of(config):
+    key = jax.random.key(0)
+    windows = jax.ShapeDtypeStruct((1, config.batch_size, config.model.block_size + 1), "int32")
+    make_train_steps(config).lower(abstract_state(config), windows, key, 0)
+
+
 def forward_pass(config):
     model = abstract_model(config)
     return nnx.eval_shape(lambda model: model(jnp.zeros((1, 2), jnp.int32)), model)
@@ -406,6 +414,7 @@ def forward_pass(config):
             "fitting/trackers.py",
             lambda its: require_tracker(*its.trackers),
         ),
+        (TrainConfig, "log", "training/statistics.py", step_of),
     ],
 )
 def test_a_word_without_a_case_is_rejected_by_the_file_to_add_it_in(

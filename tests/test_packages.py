@@ -62,6 +62,7 @@ def test_a_wheel_has_the_files_that_are_not_python(wheel):
     assert "jgpt/py.typed" in names
     assert "jgpt/__init__.pyi" in names
     assert "jgpt/cli/commands/new_gpt.py.txt" in names
+    assert "jgpt/cli/commands/new_training.py.txt" in names
     page = {path.name for path in (ROOT / "jgpt" / "pictures" / "page").iterdir()}
     assert {"page.html", "page.css", "8_start.js"} <= page
     for name in page:

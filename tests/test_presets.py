@@ -54,6 +54,7 @@ REST = fields(
     run: name='gpt' out=None seed=1337 eval_tokens='auto' steps_per_call=50 patience=None
     run: objective=None batches=None
     run: keep_best=1 keep_last=2 keep_every=None trackers=() sample_tokens=500 mesh=None
+    run: log=() log_interval=10
     """
 )
 # the model: Radford et al. 2019 and Hugging Face's config.json; the training: nanoGPT's

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
@@ -187,6 +187,8 @@ class _Parser(argparse.ArgumentParser):
         if get_origin(kind) is tuple:
             kind_of_item = get_args(kind)[0]
         read, metavar = _reader(kind_of_item)
+        if get_origin(kind) is tuple and get_origin(kind_of_item) is Literal:
+            read = _separated_by_commas(read)
         if name == "optimizer" or (name == "tokenizer" and kind is TokenizerName):
             # the name of a built-in one, or a user's own code
             read = _or_code(read)
@@ -218,7 +220,7 @@ class _Parser(argparse.ArgumentParser):
         values = vars(parsed)
         for name, value in values.items():
             if type(value) is list:
-                values[name] = tuple(value)
+                values[name] = _flat(value)
         return values
 
     def _require_known_option(self, word: str) -> None:
@@ -273,6 +275,26 @@ def _or_code(read: Callable[[str], Any]) -> Callable[[str], Any]:
         return read(text)
 
     return read_value_or_code
+
+
+def _separated_by_commas(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Read several values in one word, such as gradient_norms,update_ratios."""
+
+    def read_each(text: str) -> list[Any]:
+        return [read(item) for item in text.split(",")]
+
+    return read_each
+
+
+def _flat(values: list[Any]) -> tuple[Any, ...]:
+    """The values of a list, some of which are lists of values themselves."""
+    items = []
+    for value in values:
+        if isinstance(value, list):
+            items.extend(value)
+        else:
+            items.append(value)
+    return tuple(items)
 
 
 def _with_dashes(word: str) -> str:

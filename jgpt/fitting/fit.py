@@ -369,13 +369,13 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
 def _check_custom_code(
     prepared: PreparedRun, state: TrainState, train_steps: jax.stages.Wrapped, progress: Progress
 ) -> None:
-    """Trace custom code, to raise its errors before anything is written.
+    """Trace custom code and what is logged of it, to raise errors before anything is written.
 
     Also make the next batch, compute a custom objective on it, and warn of a model that computes
     something else elsewhere than in training.
     """
     config = prepared.config.trained
-    if not any(custom_code(config).values()):
+    if not any(custom_code(config).values()) and not config.log:
         return
     sizes = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)

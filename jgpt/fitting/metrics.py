@@ -14,6 +14,7 @@ from jgpt.nn.costs import flops_per_token
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.refusal import Field, Message
 from jgpt.runs.directory import METRICS, RunDirectory
+from jgpt.training.statistics import is_statistic
 from jgpt.training.step import Metrics
 
 Log = Callable[[dict[str, Any], int], None]
@@ -84,12 +85,16 @@ class MetricsLogger:
         for name in EACH_STEP:
             values = np.asarray(getattr(metrics, name))  # steps
             columns[name] = values[:count].tolist()
+        extra = {}
         for name, values in (metrics.extra or {}).items():
-            columns[name] = np.asarray(values)[:count].tolist()
+            extra[name] = np.asarray(values)[:count].tolist()
         for row in range(count):
             line: dict[str, Any] = {"step": first_step + 1 + row}
             for name, column in columns.items():
                 line[name] = column[row]
+            for name, column in extra.items():
+                if self._has_value(name, line["step"], column[row]):
+                    line[name] = column[row]
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(self._unwritten)
                 raise FloatingPointError(self._not_finite_message(line))
@@ -100,6 +105,15 @@ class MetricsLogger:
         self._write(lines)
         self._unwritten = [last]
         self._report(last["step"], last["loss"], last.get("tokens_per_second"))
+
+    def _has_value(self, name: str, step: int, value: float) -> bool:
+        """Return whether a step's line has a metric of the objective or of `log`.
+
+        A ratio to parameters that are all zero has no value, nor has a mean of nothing.
+        """
+        if is_statistic(name) and step % self._config.log_interval != 0:
+            return False
+        return math.isfinite(value)
 
     def add_evaluation(self, **losses: float) -> None:
         """Add losses to the last step's line, or begin that of step 0. Call `wait` before."""

@@ -29,6 +29,8 @@ _MAY_DIFFER = {
     "keep_last",
     "keep_every",
     "trackers",
+    "log",
+    "log_interval",
     # from the tokenizer
     "model.vocab_size",
     # These may make the learning rate jump, which `describe_learning_rate` reports.

@@ -1,7 +1,9 @@
 """Parameters gathered over fsdp, and the results stored for the backward pass."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -21,6 +23,7 @@ from jgpt.parallel.rules import (
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_REMATERIALISES: ContextVar[bool] = ContextVar("rematerialises", default=True)
 
 
 def gather_parameter(parameter: nnx.Param, dtype: DTypeLike | None = None) -> Any:
@@ -43,6 +46,8 @@ def remat(
     no subexpressions. Without fsdp nothing is gathered, but a scan would store a copy of the
     weights.
     """
+    if not _REMATERIALISES.get():
+        return function
     # Blocks change no state that the transformation would have to return.
     if full:
         return nnx.remat(function, graph_updates=False)
@@ -60,6 +65,16 @@ def remat(
         prevent_cse=not scanned,
         graph_updates=False,
     )
+
+
+@contextlib.contextmanager
+def without_remat() -> Iterator[None]:
+    """Rematerialise nothing in the block, which is for a forward pass whose results are read."""
+    before = _REMATERIALISES.set(False)
+    try:
+        yield
+    finally:
+        _REMATERIALISES.reset(before)
 
 
 def _is_kept(operation: Any, *_: Any, **parameters: Any) -> bool:

@@ -3,13 +3,14 @@
 import functools
 import io
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Real
-from matplotlib import font_manager
+from matplotlib import colormaps, font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,9 +23,12 @@ from jgpt.nn.models import LanguageModel
 from jgpt.pictures.numbers import encode_text
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
+from jgpt.words import did_you_mean
 
 INCHES_PER_TOKEN = 0.16
 """The size of a readable token in attention pictures."""
+LABELS_PER_COLUMN = 25
+"""The largest number of labels in a column of a legend beside the axes."""
 MOST_INCHES = 40
 """The largest width or height of an attention picture's panels."""
 
@@ -72,9 +76,7 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
             colour = f"C{index}"
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
         smoothed.append(lines[1])  # represents the run in the legend
-    labels = [run.path.resolve().name for run in runs]
-    if len(set(labels)) < len(runs):  # two runs have the same name in different folders
-        labels = [str(run.path) for run in runs]
+    labels = _labels_of(runs)
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
         "dots: validation; circles: validation, estimated on a part"
@@ -82,6 +84,100 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     panels = {"steps": by_steps, "tokens": by_tokens, "seconds": by_seconds}
     _finish(figure, panels, smoothed, labels, title)
     return _image(figure, format)
+
+
+def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
+    """Draw a metric of several runs against steps, as an image.
+
+    A group of metrics, such as gradient_norms, has a panel for each run, with a line for each part
+    of the model. Raises ValueError for a run without the metric.
+    """
+    names_by_run = [_names_of(run, metric) for run in runs]
+    if all(names == [metric] for names in names_by_run):
+        return _one_metric_image(runs, metric, format)
+    figure = Figure(figsize=(3 + 6 * len(runs), 5.5), layout="constrained")
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    every_name = sorted(set().union(*names_by_run), key=_by_number)
+    colours = colormaps["viridis"](np.linspace(0, 0.95, len(every_name)))
+    lines: dict[str, Artist] = {}
+    for run, axes in zip(runs, panels, strict=True):
+        for name, colour in zip(every_name, colours, strict=True):
+            steps, values = _points(run.metrics(), name)
+            (lines[name],) = axes.plot(steps, values, color=colour, linewidth=1)
+        (title,), families = drawable([run.path.resolve().name], "sans-serif")
+        axes.set_title(title, parse_math=False, fontfamily=families)
+        _name_axis(axes, "step")
+    # Norms and ratios of parts differ by powers of ten.
+    panels[0].set_yscale("log", nonpositive="mask")
+    panels[0].set(ylabel=metric)
+    labels = [name.removeprefix(f"{metric}/") for name in every_name]
+    columns = math.ceil(len(labels) / LABELS_PER_COLUMN)
+    _add_legend(figure, list(lines.values()), labels, columns, place="outside right upper")
+    return _image(figure, format)
+
+
+def _one_metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
+    """Draw a metric of several runs in one panel, each step and smoothed."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    smoothed: list[Artist] = []
+    for index, run in enumerate(runs):
+        steps, values = _points(run.metrics(), metric)
+        mean = _running_mean(np.array(values, float), max(len(values) // 50 | 1, 3))
+        axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=0.7)
+        smoothed += axes.plot(steps, mean, color=f"C{index}", linewidth=1.5)
+    _finish(figure, {"step": axes}, smoothed, _labels_of(runs), quantity=metric)
+    return _image(figure, format)
+
+
+def _labels_of(runs: Sequence[RunDirectory]) -> list[str]:
+    """Return the names of runs, or their paths if two have the same name in different folders."""
+    labels = [run.path.resolve().name for run in runs]
+    if len(set(labels)) < len(runs):
+        labels = [str(run.path) for run in runs]
+    return labels
+
+
+def _names_of(run: RunDirectory, metric: str) -> list[str]:
+    """Return the names of a run's metrics that are `metric`, or that begin with it and a slash."""
+    found: set[str] = set()
+    for line in run.metrics():
+        found.update(line)
+    found.discard("step")
+    if metric in found:
+        return [metric]
+    names = [name for name in found if name.startswith(f"{metric}/")]
+    if names:
+        return names
+    groups = sorted({name.partition("/")[0] for name in found})
+    if not groups:
+        raise ValueError(f"{run.path} has no metrics yet: train it first")
+    raise ValueError(
+        f"{run.path} has no metric {metric!r}{did_you_mean(metric, groups)}: it has "
+        f"{', '.join(groups)}"
+    )
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return a key by which blocks.2 is before blocks.10."""
+    key = []
+    for word in re.split(r"[./]", name):
+        number = -1
+        if word.isdigit():
+            number = int(word)
+        key.append((number, word))
+    return key
+
+
+def _points(metrics: Sequence[dict[str, Any]], field: str) -> tuple[list[int], list[float]]:
+    """Return the steps that have a metric, and its values."""
+    steps = []
+    values = []
+    for line in metrics:
+        if field in line:
+            steps.append(line["step"])
+            values.append(line[field])
+    return steps, values
 
 
 def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
@@ -149,21 +245,40 @@ def _finish(
     lines: Sequence[Artist],
     labels: list[str],
     title: str = "",
+    quantity: str = "loss in nats per token",
 ) -> None:
     """Name the axes and add the legend below them, where no data is."""
     for name, axes in panels.items():
-        axes.set(xlabel=name)
-        axes.locator_params(axis="x", integer=name != "seconds")
-        if name == "tokens":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 4M
-        else:
-            axes.xaxis.set_major_formatter("{x:,.12g}")
-        axes.grid(alpha=0.3)
+        _name_axis(axes, name)
     first_axes = next(iter(panels.values()))
-    first_axes.set(ylabel="loss in nats per token")
+    first_axes.set(ylabel=quantity)
     columns = max(2, len(labels) // 2)
+    _add_legend(figure, lines, labels, columns, place="outside lower center", title=title)
+
+
+def _name_axis(axes: Axes, name: str) -> None:
+    """Name the horizontal axis, and write its numbers so that they can be read."""
+    axes.set(xlabel=name)
+    axes.locator_params(axis="x", integer=name != "seconds")
+    if name == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 4M
+    else:
+        axes.xaxis.set_major_formatter("{x:,.12g}")
+    axes.grid(alpha=0.3)
+
+
+def _add_legend(
+    figure: Figure,
+    lines: Sequence[Artist],
+    labels: list[str],
+    columns: int,
+    *,
+    place: Literal["outside lower center", "outside right upper"],
+    title: str = "",
+) -> None:
+    """Add a legend outside of the axes."""
     labels, families = drawable(labels, "sans-serif")
-    legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, title=title)
+    legend = figure.legend(lines, labels, loc=place, ncols=columns, title=title)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a directory's name may contain dollars
         text.set_fontfamily(families)

@@ -20,6 +20,7 @@ from jgpt.nn.stacking import model_merger
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
+from jgpt.training.statistics import is_statistic
 from jgpt.user_code import require_code
 
 METRIC_NAME = re.compile(r"[A-Za-z_][\w./-]*")
@@ -97,7 +98,7 @@ def as_loss(result: Any, dtype: Any) -> Loss:
     for name, value in (result.metrics or {}).items():
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise ValueError(f"the objective's metric {name!r} must have a name such as z_loss")
-        if name in TAKEN_METRICS:
+        if name in TAKEN_METRICS or is_statistic(name):
             raise ValueError(f"the objective's metric {name!r} is one of jgpt's: rename it")
         if jnp.shape(value) != () or not isinstance(value, (jax.Array, float, int, np.generic)):
             raise ValueError(

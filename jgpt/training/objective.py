@@ -50,7 +50,7 @@ def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = 
     its weight is their sum. With documents, each is computed as if it were alone. Raises ValueError
     if the model takes no documents.
     """
-    x = _hidden(model, batch, rngs)  # batch time embed_dim
+    x = final_hidden(model, batch, rngs)  # batch time embed_dim
     max_rows = _max_rows(model, batch.targets.size)
     if batch.weights is None:
         return Loss(cross_entropy_from(x, batch.targets, model.logits, max_rows))
@@ -62,7 +62,7 @@ def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = 
 
 
 @typed
-def _hidden(
+def final_hidden(
     model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None
 ) -> Float[Array, "{batch.tokens.shape[0]} {batch.tokens.shape[1]-1} features"]:
     """Return the final hidden states of a batch's inputs."""

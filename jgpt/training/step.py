@@ -25,6 +25,7 @@ from jgpt.training.objective import loss_dtype, target_losses
 from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights, with_frozen
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import TrainState, state_specs
+from jgpt.training.statistics import make_statistics
 
 
 @record
@@ -36,7 +37,7 @@ class Metrics:
     gradient_norm: Float[Array, " steps"]
     learning_rate: Float[Array, " steps"]
     extra: PyTree[Float[Array, " steps"]] = None
-    """The objective's metrics by name; None without any."""
+    """The metrics of the objective and of `log` by name; None without any."""
 
 
 @typed
@@ -57,6 +58,9 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
+    statistics = None
+    if config.log:
+        statistics = make_statistics(config)
 
     with_arrays, objective_arrays = split_arrays(make_objective(config))
     dtype = loss_dtype(config.model)
@@ -158,6 +162,10 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         if not current_mesh().empty:
             # Updates may be replicated, as Muon's are, but the state stays sharded.
             stepped = rules.constrain(stepped, state_specs(config))
+        if statistics is not None:
+            trained_next = trained_weights(stepped.weights, stepped.optimizer)
+            logged = statistics(stepped.step, trained, trained_next, gradients, batch, step_key)
+            extra = {**(extra or {}), **logged}
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         # A step that is not finite leaves the state and its step unchanged, so that `steps` ends
@@ -204,8 +212,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
         empty = jnp.zeros(jax.tree.leaves(windows)[0].shape[0], dtype)  # steps
         extra = None
-        if config.objective is not None:
-            # The names of an objective's metrics are known only from a trace.
+        if config.objective is not None or statistics is not None:
+            # The names of these metrics are known only from a trace.
             _, (*_, extra) = jax.eval_shape(step, state, arrays, batch_of(0), key)
         metrics = (empty, empty, empty, jax.tree.map(lambda _: empty, extra))
         carry = (jnp.zeros((), jnp.int32), state, metrics)

@@ -124,6 +124,8 @@ TRAIN_CONFIG = {
     "keep_last": 9,
     "keep_every": 10,
     "trackers": ("wandb", "tensorboard"),
+    "log": ("update_ratios", "gradient_norms"),
+    "log_interval": 13,
     "sample_tokens": 11,
     "mesh": "data=1",
 }
@@ -514,12 +516,15 @@ def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
+    calls.note("jgpt.pictures.plots.metric_image", b"a metric")
     calls.note("jgpt.pictures.plots.attention_image", b"attention")
     calls.note("jgpt.pictures.page.look_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
     assert str(calls["write_file"]["path"]) == "my_losses.svg"
+    type_in("plot", "one", "--metric", "my/z", cwd=tmp_path)
+    assert calls["metric_image"] == {"runs": ["run one"], "metric": "my/z", "format": "png"}
 
     words = (
         "--prompt",
@@ -586,6 +591,8 @@ def test_a_live_page(words, opened, calls, monkeypatch):
 def test_new(tmp_path):
     type_in("new", "my_gpt.py", cwd=tmp_path)
     assert "class GPT" in (tmp_path / "my_gpt.py").read_text()
+    type_in("new", "--training", "train.py", cwd=tmp_path)
+    assert "def train_step" in (tmp_path / "train.py").read_text()
 
 
 def test_prepare(calls):

@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import jgpt
 from jgpt import attend, attention_weights
 from jgpt.cli.report import describe_optimizer_groups
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, StatisticName, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.data.batch import Batch
 from jgpt.data.mixture import Share
@@ -249,6 +249,9 @@ def training() -> None:
     with_metrics = dataclasses.replace(TRAIN, objective=objective_with_metrics)
     train = step.make_train_steps(with_metrics)
     train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6)
+    logged = dataclasses.replace(STACKED, log=get_args(StatisticName), log_interval=2)
+    train = step.make_train_steps(logged)
+    train.trace(abstract_state(logged), INT(6, 4, 9), KEY, 6)
     traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
     gpt = model_of(LECTURE)
     packed = jax.tree_util.Partial(lambda *arrays: next_token_loss(gpt, Batch(*arrays)).value)

@@ -68,7 +68,7 @@ LOOSE = {
     "generation.text.default_prompt",
     "nn.consistency._logits_and_leak",
     "nn.loss._chunked",
-    "training.objective._hidden",
+    "training.objective.final_hidden",
     "pictures.anatomy.record_calls.<locals>.__call__",
     "pictures.numbers.encode_text",
 }

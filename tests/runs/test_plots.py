@@ -13,7 +13,13 @@ from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, pr
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.pictures import plots
-from jgpt.pictures.plots import attention_image, drawable, losses_image, runs_image
+from jgpt.pictures.plots import (
+    attention_image,
+    drawable,
+    losses_image,
+    metric_image,
+    runs_image,
+)
 from jgpt.runs.directory import RunDirectory
 from tests.models import TRANSFORMERS, compiled, config_of, loud, random_gpt, tokens_of
 from tests.quick import only
@@ -166,6 +172,50 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     assert texts_of(legend.get_texts()) == ["five", "two"]
     assert "mean of 2% of the steps" in legend.get_title().get_text()
     assert "loss" in figure.axes[0].get_ylabel()
+
+
+def test_a_metric_of_several_runs_is_drawn_against_steps(figures, tmp_path):
+    runs = [run_with(tmp_path / "all", METRICS), run_with(tmp_path / "two", METRICS[:3])]
+
+    metric_image(runs, "loss", "png")
+
+    (axes,) = figures[0].axes
+    assert lines_of(axes) == [
+        ([1, 2, 3, 4], LOSSES, "line"),
+        ([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.5], "line"),
+        ([1, 2], LOSSES[:2], "line"),
+        ([1, 2], [4.0, 3.5], "line"),
+    ]
+    assert axes.get_ylabel() == "loss"
+    assert texts_of(figures[0].legends[0].get_texts()) == ["all", "two"]
+
+
+def test_a_group_of_metrics_has_a_panel_for_each_run_and_a_line_for_each_part(figures, tmp_path):
+    metrics: list[dict] = [{"step": 1, "loss": 3.0}]
+    for step in (2, 4):
+        norms = {f"norms/blocks.{layer}": step / (layer + 1) for layer in (0, 2, 10)}
+        metrics.append({"step": step, "loss": 2.0, **norms})
+    other = [{"step": 3, "loss": 2.0, "norms/embedding": 0.5}]
+    runs = [run_with(tmp_path / "parts", metrics), run_with(tmp_path / "other", other)]
+
+    metric_image(runs, "norms", "png")
+
+    first, second = figures[0].axes
+    assert lines_of(first) == [
+        ([2, 4], [2.0, 4.0], "line"),
+        ([2, 4], [2 / 3, 4 / 3], "line"),
+        ([2, 4], [2 / 11, 4 / 11], "line"),
+        ([], [], "line"),
+    ]
+    assert lines_of(second)[3] == ([3], [0.5], "line")
+    assert (first.get_title(), second.get_title()) == ("parts", "other")
+    assert (first.get_ylabel(), first.get_yscale()) == ("norms", "log")
+    labels = ["blocks.0", "blocks.2", "blocks.10", "embedding"]
+    assert texts_of(figures[0].legends[0].get_texts()) == labels
+    with pytest.raises(
+        ValueError, match=r"no metric 'norm' \(did you mean 'norms'\?\): it has loss"
+    ):
+        metric_image(runs[:1], "norm", "png")
 
 
 def test_a_directory_s_name_is_no_formula(tmp_path):

@@ -1,4 +1,4 @@
-"""`jgpt plot`: the losses of runs as a picture."""
+"""`jgpt plot`: the losses or another metric of runs as a picture."""
 
 from typing import Annotated
 
@@ -11,17 +11,25 @@ from jgpt.durable import write_file
 
 
 def plot(
-    runs: Annotated[tuple[str, ...], OptionSpec("RUN", positional=True)], out: Image = "losses.png"
+    runs: Annotated[tuple[str, ...], OptionSpec("RUN", positional=True)],
+    metric: Annotated[str | None, OptionSpec("NAME")] = None,
+    out: Image = "losses.png",
 ) -> Lines:
-    """Plot the losses of runs against steps, tokens and seconds.
+    """Plot the losses of runs against steps, tokens and seconds, or another metric.
 
     Args:
         runs: Run directories.
+        metric: Another metric of metrics.jsonl, or a group such as gradient_norms, against steps.
     """
     path = path_to_write(out, ".png", ".svg")
     with terminal.importing():
-        from jgpt.pictures.plots import runs_image
+        from jgpt.pictures.plots import metric_image, runs_image
         from jgpt.runs.directory import RunDirectory
 
-    write_file(path, runs_image([RunDirectory.open(run) for run in runs], path.suffix[1:]))
+    opened = [RunDirectory.open(run) for run in runs]
+    if metric is None:
+        image = runs_image(opened, path.suffix[1:])
+    else:
+        image = metric_image(opened, metric, path.suffix[1:])
+    write_file(path, image)
     return [f"wrote {out}"]
