@@ -187,7 +187,6 @@ def annotated_file(path: Path, link: Callable[[str], str]) -> str:
                 annotated[line.number] = (function, line)
     code = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
     names = _names_defined(tree)
-    statements = _lines_of_statements(tree)
     rows = []
     for number, text in enumerate(code[: len(source.splitlines())], start=1):
         name = names.get(number)
@@ -200,7 +199,7 @@ def annotated_file(path: Path, link: Callable[[str], str]) -> str:
         if number in annotated:
             function, line = annotated[number]
             margin = _margin(function, line)
-            if number in statements and not line.is_reached:
+            if not line.is_reached:
                 kind = "line not-reached"
         rows.append(f'<div class="{kind}"><code>{text or " "}</code>{margin}</div>')
     return f'<div class="highlight annotated">{"".join(rows)}</div>'
@@ -228,25 +227,6 @@ def _names_defined(tree: ast.Module) -> dict[int, str]:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names[node.lineno] = node.name
     return names
-
-
-def _lines_of_statements(tree: ast.Module) -> set[int]:
-    """Return the lines with statements, without those of docstrings and definitions."""
-    lines = set()
-    for node in ast.walk(tree):
-        is_definition = isinstance(node, (ast.ClassDef, ast.FunctionDef))
-        if not isinstance(node, ast.stmt) or is_definition or _is_docstring(node):
-            continue
-        last = node.end_lineno or node.lineno
-        body = getattr(node, "body", None)
-        if body:
-            last = node.lineno
-        lines.update(range(node.lineno, last + 1))
-    return lines
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _with_link(text: str, name: str, address: str) -> str:

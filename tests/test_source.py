@@ -69,6 +69,39 @@ def test_each_line_shows_what_it_sets():
     assert f'opacity:0.5">{branch.text}</span>' in source._repr_html_()
 
 
+def commented(
+    x: Any,
+    times: int = 2,
+) -> Any:
+    """Has lines
+
+    without statements."""
+    # is executed
+    y = x + 1
+    if times > 2:
+        # is not executed
+        y = y * times
+        del times
+    else:
+        # is executed
+        y = -y
+    if times < 2:
+        y = y + 1
+    else:
+        y: Any
+        y = y + 2
+    return y
+    # the end
+
+
+def test_a_line_without_a_statement_is_like_the_statement_below_it():
+    (function,) = annotated_source(commented, "float32[b]").functions
+
+    not_reached = [line.text.strip() for line in function.lines if not line.is_reached]
+
+    assert not_reached == ["# is not executed", "y = y * times", "del times", "y = y + 1"]
+
+
 def test_a_branch_that_depends_on_a_size_leaves_numbers_and_says_so():
     def halves(x):
         y = x

@@ -95,7 +95,7 @@ class SourceLine:
     text: str
     values: tuple[LineValue, ...]
     is_reached: bool
-    """Whether the statement on the line was executed. It is false for a comment."""
+    """Whether the statement on the line was executed, or for a comment the statement below it."""
     has_failed: bool = False
     is_not_finite: bool = False
     """With values, whether this is the first line that has set an array with NaN or inf."""
@@ -907,7 +907,10 @@ class _Statements:
             self._read(statement)
 
     def _read(self, statement: ast.stmt) -> None:
+        if _is_never_executed(statement):
+            return
         line = statement.lineno
+        self._starts[line] = line
         if isinstance(statement, ast.Return):
             self.returns.add(line)
         for part in _own_parts(statement):
@@ -930,6 +933,27 @@ class _Statements:
     def start_of(self, line: int) -> int:
         """Return the first line of the statement that a line is a part of."""
         return self._starts.get(line, line)
+
+    def start_below(self, line: int) -> int:
+        """Return `start_of` a line, or of the next statement for a line without one.
+
+        Such lines are comments, an `else:`, and those of the signature and the docstring. After the
+        last statement it is that of the last one.
+        """
+        if line in self._starts:
+            return self._starts[line]
+        starts = self._starts.values()
+        later = [start for start in starts if start > line]
+        return min(later, default=max(starts, default=line))
+
+
+def _is_never_executed(statement: ast.stmt) -> bool:
+    """Return whether Python compiles nothing for a statement, as for a docstring."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value is None
+    return isinstance(statement, (ast.Global, ast.Nonlocal))
 
 
 def _statements_below(node: ast.AST) -> Iterator[ast.stmt]:
@@ -1018,8 +1042,7 @@ def _function_source(
             values.setdefault(key, []).append(record)
     lines = []
     for number in range(statements.first, statements.last + 1):
-        start = statements.start_of(number)
-        is_reached = number == statements.first or (place, start) in recording.reached
+        is_reached = (place, statements.start_below(number)) in recording.reached
         has_failed = recording.failed == (place, number)
         text = linecache.getline(place.file, number).rstrip("\n")
         found = []
