@@ -367,23 +367,23 @@ def ratios(measured: Measured) -> dict[str, Any]:
     return {"ratio": ratio, "added": added}
 
 
-def live(options: Rounds, steps: int = 2000) -> None:
-    """`jgpt train` with its live page, which is read, and without: the time of a step."""
+def train_page(options: Rounds, steps: int = 2000) -> None:
+    """`jgpt train` with its page, and without: the time of a step."""
     variants = []
-    for name in ("alone", "live"):
-        watch = call("watching", "page", steps=steps, out="{out}", live=name == "live")
+    for name in ("alone", "page"):
+        watch = call("watching", "page", steps=steps, out="{out}", written=name == "page")
         variants.append(Variant(name, watch))
 
     def slower(measured: Measured) -> dict[str, Any]:
-        live = measured.get("live", {}).get("milliseconds_per_step", [])
+        page = measured.get("page", {}).get("milliseconds_per_step", [])
         alone = measured.get("alone", {}).get("milliseconds_per_step", [])
         slower_by = []
-        for with_page, without in zip(live, alone, strict=False):
+        for with_page, without in zip(page, alone, strict=False):
             slower_by.append(with_page / without - 1)
         median = sorted(slower_by)[len(slower_by) // 2] if slower_by else None
         return {"steps": steps, "slower_by": slower_by, "median": median}
 
-    compare("live", variants, options, slower)
+    compare("train_page", variants, options, slower)
 
 
 def shakespeare_candidates(
@@ -532,7 +532,7 @@ COMPARISONS = (
     ablation,
     narrow_loss,
     contract_overhead,
-    live,
+    train_page,
     shakespeare_candidates,
     shakespeare_best,
     int8,

@@ -1,20 +1,17 @@
-"""Watch commands: to the first step, to the first sampled text, or training with its page open."""
+"""Watch commands: to the first step, to the first sampled text, or training with its page."""
 
 import json
 import os
+import re
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from runner import Figures, jgpt
 
 TRAIN = ("train", "--data", "shakespeare", "--eval-interval", "250", "--sample-tokens", "0")
-PAUSE = 2.0
-"""Seconds between the questions of an open page."""
 
 
 def first_step(out: str) -> Figures:
@@ -57,24 +54,17 @@ def first_text(run: str) -> Figures:
     return {"seconds": seconds}
 
 
-def page(steps: int, out: str, live: bool = False) -> Figures:
-    """The time of a step after the first fifth, in which the page's server starts.
+def page(steps: int, out: str, written: bool = False) -> Figures:
+    """The time of a step after the first fifth, in which the process that writes the page starts.
 
-    If `live`, with the page, and a reader who asks for what an open page asks.
+    If `written`, with the run's page; then also the number of evaluations that are on it.
     """
     command = jgpt(*TRAIN, "--steps", steps, "--out", out)
-    if live:
-        command += ["--live", "--no-browser"]
-    spent: Figures = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "look inside at " in line:
-                address = line.split()[-1]
-                asked = (address, process.pid, spent)
-                threading.Thread(target=read_on, args=asked, daemon=True).start()
-    if process.returncode:
-        sys.exit(f"{command} ended with {process.returncode}")
+    if written:
+        command += ["--page"]
+    completed = subprocess.run(command, stdout=subprocess.DEVNULL)
+    if completed.returncode:
+        sys.exit(f"{command} ended with {completed.returncode}")
     timed = []
     for text in Path(out, "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
@@ -84,49 +74,13 @@ def page(steps: int, out: str, live: bool = False) -> Figures:
     last = timed[-1]
     seconds = last["seconds"] - first["seconds"]
     taken_steps = last["step"] - first["step"]
-    return {"milliseconds_per_step": 1000 * seconds / taken_steps, **spent}
-
-
-def read_on(address: str, trainer: int, spent: Figures) -> None:
-    """Ask as an open page does, until the server is gone; note the server's processor time."""
-    children: list[str] = []
-    for thread in Path(f"/proc/{trainer}/task").iterdir():
-        children += (thread / "children").read_text().split()
-    (server,) = children  # training starts no other process
-
-    def ask(name: str, asked: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(address + name, json.dumps(asked).encode(), headers)
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-
-    position = None
-    seen: set[int] = set()
-    while True:
-        began = time.monotonic()
-        try:
-            spent["server_processor_seconds"] = processor_seconds(server)
-            news = ask("training", {"since": position})
-            position = news.get("at", position)
-            for step in news.get("checkpoints", ()):
-                if step in seen:
-                    continue
-                ask("checkpoint", {"checkpoint": step})
-                ask("look", {"prompt": "ROMEO:", "checkpoint": step})
-                seen.add(step)
-        except OSError:
-            return
-        time.sleep(max(PAUSE, 20 * (time.monotonic() - began)))
-
-
-def processor_seconds(pid: str) -> float:
-    """The processor time of a process and its threads, user's and system's (proc(5))."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    # The name before it is in parentheses, and may have spaces.
-    _, _, after_name = text.rpartition(")")
-    fields = after_name.split()
-    ticks = int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    figures: Figures = {"milliseconds_per_step": 1000 * seconds / taken_steps}
+    if written:
+        text = Path(out, "page.html").read_text(encoding="utf-8")
+        (found,) = re.findall(r'id="data">(.*)</script>', text)
+        figures["evaluations_shown"] = len(json.loads(found)["training"]["snapshots"])
+        figures["page_bytes"] = Path(out, "page.html").stat().st_size
+    return figures
 
 
 def large_text(text: str, out: str, preset: str, steps: int) -> Figures:

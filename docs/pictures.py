@@ -2,7 +2,7 @@
 
 In docs/pictures, shapes-light.svg and shapes-dark.svg show a model's drawn shapes beside the error
 of a wrong one. From a model that is trained for a minute, terminal.svg shows the two commands on a
-terminal, and look*.png the live page, if there is a Chromium.
+terminal, and look*.png its page, if there is a Chromium.
 """
 
 import io
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from itertools import zip_longest
 from pathlib import Path
@@ -26,7 +25,8 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, Terminal
 from rich.text import Text
 
 import jgpt
-from jgpt.pictures.live import RunPage, serving
+from jgpt.pictures.training_page import TrainingPage
+from jgpt.runs.directory import PAGE
 from jgpt.shapes.expressions import name_sizes
 from jgpt.training.programs import forward_program
 
@@ -144,7 +144,7 @@ def _wait(page: Page, condition: str) -> None:
 
 
 def draw_look(run: Path) -> None:
-    """Write the live page, and three answers that are found in it by clicking."""
+    """Write the run's page, and three answers that are found in it by clicking."""
 
     def clicked(page: Page, element: str) -> None:
         page.run(f"{element}.scrollIntoView({{ block: 'center' }})")
@@ -156,10 +156,12 @@ def draw_look(run: Path) -> None:
         page.run(f"{section}.scrollIntoView()")
         (PICTURES / f"{name}.png").write_bytes(page.screenshot(whole=False))
 
-    with serving(RunPage(run, LINE)) as (address, server), browser() as page:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.open(address)
-        _wait(page, "data && snapshots.size === training.checkpoints.length")
+    writer = TrainingPage(run, LINE)
+    writer.prepare()
+    writer.update(is_last=True)
+    with browser() as page:
+        page.open(run / PAGE)
+        _wait(page, "data && !asking")
         clicked(page, "textSpans[30]")
         clicked(page, "headButtons[heads + 2]")
         picture(page, "document.body", "look")
@@ -172,7 +174,6 @@ def draw_look(run: Path) -> None:
         clicked(page, "document.querySelector('[name=\"1.2\"]')")
         _wait(page, "data.before && !asking")
         picture(page, "$('changes')", "look-without")
-        server.shutdown()
 
 
 def main() -> None:

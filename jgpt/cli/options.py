@@ -53,8 +53,17 @@ INSTEAD = {
     "--wandb-log": "is no option: --trackers wandb logs to Weights & Biases",
     "--compile": "is no option: steps are always compiled",
     "--init-from": "is no option: --initial starts from a run or a Hugging Face folder",
+    "--live": "is --page now: it writes RUN/page.html, which needs no server",
+    "--browser": "is no option: open RUN/page.html, which --page writes",
+    "--no-browser": "is no option: --page opens no browser",
 }
-"""The answer to an option that doesn't exist."""
+"""The answer to an option of training that doesn't exist."""
+INSTEAD_TO_LOOK = {
+    "--live": "is no option: the page computes without a server, and jgpt look RUN writes it",
+    "--browser": "is no option: open the file that jgpt look RUN writes",
+    "--no-browser": "is no option: jgpt look RUN opens no browser",
+}
+"""The answer to an option of `jgpt look` that doesn't exist."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +102,8 @@ class RunOptions:
     """Custom batches: a function in a Python file."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
-    live: bool = False
-    """Serve a page that grows with the run."""
-    browser: bool = True
-    """With --live, open the browser."""
+    page: bool = False
+    """Write RUN/page.html, which holds the model, after each evaluation."""
     on: Annotated[str | None, OptionSpec("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False
@@ -146,6 +153,7 @@ class _Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             exit_on_error=False,
         )
+        self.command = command
         self.flags: list[str] = []
 
     def error(self, message: str) -> NoReturn:
@@ -226,8 +234,13 @@ class _Parser(argparse.ArgumentParser):
     def _require_known_option(self, word: str) -> None:
         """Raise OptionError for what looks like an option and is none, saying what is meant."""
         flag = word.partition("=")[0]
-        if flag in INSTEAD and "--steps" in self.flags:
-            raise OptionError(f"{flag} {INSTEAD[flag]}")
+        instead = {}
+        if self.command in ("train", "plan"):
+            instead = INSTEAD
+        elif self.command == "look":
+            instead = INSTEAD_TO_LOOK
+        if flag in instead:
+            raise OptionError(f"{flag} {instead[flag]}")
         if word.startswith("-") and word != "--":
             meant = did_you_mean(flag, self.flags).replace("'", "")
             self.error(f"unknown option {flag}{meant}")

@@ -19,7 +19,7 @@ from jgpt.pictures.program import Program, make_program
 def page_model(look: Look) -> dict[str, Any]:
     """Return what a page computes a model's numbers with, as plain data; the weights are apart.
 
-    Raises ValueError if the model needs a primitive that the page lacks.
+    Raises Uncomputable if the model needs a primitive that the page lacks.
     """
     anatomy = look.anatomy
     return {
@@ -38,6 +38,16 @@ def page_model(look: Look) -> dict[str, Any]:
         "decoding": _decoding_of(look),
         "sampling": sampling_program(look.model.vocab_size).as_data(),
     }
+
+
+def require_primitives(look: Look) -> None:
+    """Raise Uncomputable if the model needs a primitive that the page lacks; it may be abstract.
+
+    Only the shortest programs are made. Longer ones have the same primitives.
+    """
+    shortest = program_lengths(look)[0]
+    forward_program(look, shortest)
+    gradient_program(look, shortest)
 
 
 def program_lengths(look: Look) -> list[int]:

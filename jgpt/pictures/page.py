@@ -16,8 +16,9 @@ from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.nn.models import LanguageModel
 from jgpt.pictures.code import code_of
-from jgpt.pictures.model import page_model
+from jgpt.pictures.model import page_model, require_primitives
 from jgpt.pictures.numbers import Look, encode_text
+from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
 from jgpt.pictures.weights import pack_json, pack_weights
 from jgpt.refusal import Field, Message
@@ -30,27 +31,155 @@ NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
 
 
+def make_page(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    name: str,
+    prompt: str | None = None,
+    max_new_tokens: int | None = 0,
+) -> "Page":
+    """Return the page that computes; for a model that no page holds, that of the prompt alone.
+
+    Arguments are those of `model_page`. Raises ValueError for a model that no page holds if there
+    is no prompt, and the errors of `look_page`.
+    """
+    try:
+        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens))
+    except Uncomputable as error:
+        reason = str(error)
+    if prompt is None:
+        raise ValueError(
+            Message(f"{reason}: give a ", Field("prompt"), ", for a page of that text alone")
+        )
+    return Page(look_page(model, tokenizer, prompt, max_new_tokens, name, reason), reason)
+
+
 def look_page(
-    model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None, name: str
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int | None,
+    name: str,
+    reason: str | None = None,
 ) -> str:
     """Return an HTML page of the forward pass over a prompt and its sampled continuation.
 
-    The continuation is sampled from the model's distribution (temperature 1), with a fixed key, and
+    The page has the numbers of this text alone. It says the reason why it doesn't compute. The
+    continuation is sampled from the model's distribution (temperature 1), with a fixed key, and
     stops at `block_size`. If `max_new_tokens` is None, it is `NEW_TOKENS`, or fewer if the page has
     no room. Raises the errors of `encode_text`, and ValueError for more tokens than the block or a
     page holds.
     """
     prompt_tokens = encode_text(tokenizer, prompt)
     look = Look(model, tokenizer, name)
+    count = _count_of_new_tokens(look, len(prompt_tokens), max_new_tokens)
+    tokens = _continued(model, prompt_tokens.tolist(), count)
+    return page_of(look(tokens, len(prompt_tokens)) | {"reason": reason})
+
+
+def model_page(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    name: str,
+    prompt: str | None = None,
+    max_new_tokens: int | None = 0,
+) -> str:
+    """Return an HTML page that holds a model, its tokenizer and the programs of its numbers.
+
+    The page computes, and everything on it follows what is typed and changed. It begins with the
+    prompt and its continuation, sampled as in `look_page`; without a prompt, with a text of
+    `NEW_TOKENS` that the model writes. Raises Uncomputable for a model that is too large or has an
+    operation that the page lacks, and for a tokenizer that it can't encode with; and the errors of
+    `look_page`.
+    """
+    require_room(model)
+    vocabulary_for_page(tokenizer)
+    look = Look(model, tokenizer, name)
+    text = first_text(look, prompt, max_new_tokens)
+    return ModelPages(look).page(look, text)
+
+
+def require_room(model: LanguageModel) -> None:
+    """Raise Uncomputable for a model that is too large for a page. The model may be abstract."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if parameters > MOST_PARAMETERS:
+        raise Uncomputable(
+            f"{parameters:,} parameters are too many for a page, which holds {MOST_PARAMETERS:,}"
+        )
+
+
+def vocabulary_for_page(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a page encodes text with. Raises Uncomputable if it can't be put into a page."""
+    vocabulary = vocabulary_of(tokenizer)
+    if vocabulary["kind"] == "list":
+        raise Uncomputable(
+            f"a page can't encode text with this tokenizer, because {vocabulary['reason']}"
+        )
+    return vocabulary
+
+
+def require_computable(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Raise Uncomputable for a model or a tokenizer that no page can compute with.
+
+    The model may be abstract. Nothing is computed.
+    """
+    require_room(model)
+    vocabulary_for_page(tokenizer)
+    graph, weights = nnx.split(model)
+
+    def trace(weights: Any) -> None:
+        require_primitives(Look(nnx.merge(graph, weights), tokenizer, ""))
+
+    jax.eval_shape(trace, weights)
+
+
+@dataclass(frozen=True)
+class FirstText:
+    """The text that a page begins with."""
+
+    text: str
+    tokens: list[int]
+    prompt: int
+    """The number of its first tokens that are the prompt; the model has sampled the others."""
+    numbers: dict[str, Any]
+    """Its numbers as JAX computes them."""
+
+
+def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -> FirstText:
+    """Return a prompt and its continuation, or a text that the model writes without a prompt.
+
+    Raises the errors of `encode_text`, and ValueError for too many tokens.
+    """
+    tokenizer = look.tokenizer
+    if prompt is None:
+        beginning = default_prompt(tokenizer).tolist()
+        prompt = tokenizer.decode(beginning)
+        max_new_tokens = max_new_tokens or None
+    else:
+        beginning = encode_text(tokenizer, prompt).tolist()
+    count = _count_of_new_tokens(look, len(beginning), max_new_tokens)
+    continued = _continued(look.model, beginning, count)
+    # The prompt as it was given, which decoding may change.
+    text = prompt + tokenizer.decode(continued)[len(tokenizer.decode(beginning)) :]
+    # The page encodes the text, and a sampled text may have other tokens than those sampled.
+    tokens = encode_text(tokenizer, text).tolist()
+    if len(tokens) > look.most_tokens():
+        text = prompt
+        tokens = beginning
+    of_prompt = len(tokens)
+    if tokens[: len(beginning)] == beginning:
+        of_prompt = len(beginning)
+    return FirstText(text, tokens, of_prompt, look(tokens, of_prompt))
+
+
+def _count_of_new_tokens(look: Look, prompt: int, max_new_tokens: int | None) -> int:
+    """Return the number of tokens to sample after a prompt of so many tokens."""
     if max_new_tokens is None:
-        room = look.most_tokens() - len(prompt_tokens)
-        max_new_tokens = max(0, min(NEW_TOKENS, room))
+        return max(0, min(NEW_TOKENS, look.most_tokens() - prompt))
     if max_new_tokens < 0:
         raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
     # Past the block, the first tokens would leave the context, and the page shows one context.
-    count = max(0, min(max_new_tokens, model.block_size - len(prompt_tokens)))
-    tokens = _continued(model, prompt_tokens.tolist(), count)
-    return page_of(look(tokens, len(prompt_tokens)))
+    return max(0, min(max_new_tokens, look.model.block_size - prompt))
 
 
 def _continued(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
@@ -64,68 +193,50 @@ def _continued(model: LanguageModel, prompt: list[int], count: int) -> list[int]
     return np.asarray(continued[0]).tolist()
 
 
-def model_page(
-    model: LanguageModel, tokenizer: Tokenizer, name: str, prompt: str | None = None
-) -> str:
-    """Return an HTML page that holds a model, its tokenizer and the programs of its numbers.
+class ModelPages:
+    """Pages that hold one model, with different weights: they share its tokenizer and programs.
 
-    The page computes: it begins with the prompt, by default a text that the model writes, and
-    everything on it follows what is typed and changed. Raises ValueError for a model that is too
-    large or has an operation that the page lacks, for a tokenizer that it can't encode with, and
-    the errors of `encode_text`.
+    Raises Uncomputable for a model or a tokenizer that no page can compute with.
     """
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    if parameters > MOST_PARAMETERS:
-        raise ValueError(
-            Message(
-                f"{parameters:,} parameters are too many for a page, which holds "
-                f"{MOST_PARAMETERS:,}: give a ",
-                Field("prompt"),
-                ", for a page of that text alone",
-            )
-        )
-    vocabulary = vocabulary_of(tokenizer)
-    if vocabulary["kind"] == "list":
-        raise ValueError(
-            Message(
-                f"a page can't encode text with this tokenizer, because {vocabulary['reason']}: "
-                "give a ",
-                Field("prompt"),
-                ", for a page of that text alone",
-            )
-        )
-    look = Look(model, tokenizer, name)
-    if prompt is None:
-        beginning = default_prompt(tokenizer)
-        count = max(0, min(NEW_TOKENS, look.most_tokens() - len(beginning)))
-        prompt = tokenizer.decode(_continued(model, beginning.tolist(), count))
-    tokens = encode_text(tokenizer, prompt)
-    # From JAX, for the page to say how close its own numbers are.
-    expected = look(tokens.tolist(), len(tokens))["log_probabilities"][-1]
-    weights = pack_weights(look.named_weights())
-    anatomy = look.anatomy
-    worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
-    data = {
-        "name": name,
-        "live": True,
-        "text": prompt,
-        "checkpoint": None,
-        "expected": np.ravel(expected).tolist(),
-        "precision": weights.precision,
-        "paths": {
-            "heads": anatomy.head_outputs,
-            "branches": anatomy.branches,
-            "blocks": anatomy.blocks,
-        },
-        "vocabulary": vocabulary,
-        "description": pack_json(page_model(look)),
-        "weights": weights.as_data(),
-        "worker": "\n".join(worker),
-        "code": code_of(model),
-    }
-    # The worker's script is text in the page, which the browser runs from memory.
-    policy = "connect-src 'none'; worker-src blob:"
-    return page_of(data, policy=policy, libraries=("tokenizer",))
+
+    def __init__(self, look: Look) -> None:
+        require_room(look.model)
+        self._vocabulary = vocabulary_for_page(look.tokenizer)
+        self._description = pack_json(page_model(look))
+        self._code = code_of(look.model)
+
+    def page(self, look: Look, text: FirstText, training: dict[str, Any] | None = None) -> str:
+        """Return the page of a model's weights, which begins with a text.
+
+        `training` is the progress of a run, for `page/7_training.js`.
+        """
+        weights = pack_weights(look.named_weights())
+        anatomy = look.anatomy
+        worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
+        # From JAX, for the page to say how close its own numbers are.
+        expected = text.numbers["log_probabilities"][-1]
+        data = {
+            "name": look.name,
+            "live": True,
+            "text": text.text,
+            "prompt": text.prompt,
+            "expected": np.ravel(expected).tolist(),
+            "precision": weights.precision,
+            "paths": {
+                "heads": anatomy.head_outputs,
+                "branches": anatomy.branches,
+                "blocks": anatomy.blocks,
+            },
+            "vocabulary": self._vocabulary,
+            "description": self._description,
+            "weights": weights.as_data(),
+            "worker": "\n".join(worker),
+            "code": self._code,
+            "training": training,
+        }
+        # The worker's script is text in the page, which the browser runs from memory.
+        policy = "connect-src 'none'; worker-src blob:"
+        return page_of(data, policy=policy, libraries=("tokenizer",))
 
 
 def _script(name: str) -> str:
@@ -160,6 +271,8 @@ class Page:
     """An HTML page, which a notebook shows."""
 
     html: str
+    reason: str | None = None
+    """Why the page has the numbers of one text and doesn't compute; None for one that does."""
 
     def _repr_html_(self) -> str:
         # A separate frame, so that neither its styles nor its scripts affect the notebook.
@@ -169,9 +282,17 @@ class Page:
 
 
 @typed
-def look(model: LanguageModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 0) -> Page:
-    """Return the page of `jgpt look` for a notebook.
+def look(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str | None = None,
+    max_new_tokens: int = 0,
+) -> Page:
+    """Return the page of `jgpt look` for a notebook. It holds the model and computes.
 
-    Raises ValueError for a prompt or a model for which the command ends with an error.
+    It begins with the prompt and `max_new_tokens` tokens that are sampled after it; without a
+    prompt, with a text that the model writes. For a model that is too large for a page, the page
+    has the numbers of the prompt alone, and `reason` says why. Raises ValueError for a prompt or a
+    model for which the command ends with an error.
     """
-    return Page(look_page(model, tokenizer, prompt, max_new_tokens, type(model).__name__))
+    return make_page(model, tokenizer, type(model).__name__, prompt, max_new_tokens)

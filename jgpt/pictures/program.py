@@ -69,15 +69,18 @@ class Program:
 def make_program(function: Callable[..., Any], *arguments: Any) -> Program:
     """Trace a function for arguments of these shapes, and return it as a flat program.
 
-    An argument may be a `jax.ShapeDtypeStruct`. Raises ValueError if the function needs a primitive
-    or a dtype that the interpreter lacks.
+    An argument may be a `jax.ShapeDtypeStruct`. Raises Uncomputable if the function needs a
+    primitive or a dtype that the interpreter lacks.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     flattener = _Flattener()
     inputs: dict[str, int] = {}
-    for path, variable in zip(_paths(arguments), closed.jaxpr.invars, strict=True):
-        inputs[path] = flattener.new(variable.aval)
-    results = flattener.run(closed.jaxpr, closed.consts, list(inputs.values()), None)
+    try:
+        for path, variable in zip(_paths(arguments), closed.jaxpr.invars, strict=True):
+            inputs[path] = flattener.new(variable.aval)
+        results = flattener.run(closed.jaxpr, closed.consts, list(inputs.values()), None)
+    except _Unsupported as error:  # of an argument or a constant
+        raise Uncomputable(f"the page can't compute with {error}") from None
     outputs = dict(zip(_paths(shapes), results, strict=True))
     return _without_dead_operations(flattener, inputs, outputs)
 
@@ -90,6 +93,10 @@ def _paths(tree: Any) -> list[str]:
 
 
 # --- primitives -----------------------------------------------------------------------------------
+
+
+class Uncomputable(ValueError):
+    """A model or a tokenizer that no page can compute with; the message is the reason."""
 
 
 class _Unsupported(Exception):
@@ -385,7 +392,7 @@ class _Flattener:
             try:
                 results = self._apply(equation, operands, equation_line)
             except _Unsupported as error:
-                raise ValueError(_refusal(equation, error, equation_line)) from None
+                raise Uncomputable(_refusal(equation, error, equation_line)) from None
             values.update(zip(equation.outvars, results, strict=True))
         return [read(variable) for variable in jaxpr.outvars]
 

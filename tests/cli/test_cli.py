@@ -515,7 +515,7 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
         ("chat",),
         ("attention", "--prompt", "the", "--out", "a.png"),
         ("look", "--prompt", "the"),
-        ("look", "--live", "--no-browser"),
+        ("look",),
         ("export", "--out", "exported", "--zero-biases"),
         ("eval",),
     ],
@@ -531,7 +531,6 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
         raise ValueError("read")
 
     monkeypatch.setattr("jgpt.runs.load.load", read)
-    monkeypatch.setattr("jgpt.pictures.live.RunPage", read)
     monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", read)
     name, *options = command
     for given in ("best", "last", "30"):

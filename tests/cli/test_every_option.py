@@ -20,6 +20,7 @@ from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
 from jgpt.fitting.evaluate import Evaluation
+from jgpt.pictures.page import Page
 from jgpt.presets import PRESETS
 from jgpt.shapes.source import AnnotatedSource, FunctionSource, SourceLine
 from tests.commands import jgpt
@@ -247,7 +248,7 @@ def test_every_field_of_the_config_reaches_the_run(command, calls):
 
 
 def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
-    """Those beside the config: what to do with the directory, custom code, the live page."""
+    """Those beside the config: what to do with the directory, custom code."""
     calls.note("jgpt.fitting.fit.fit", stop=True)
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
@@ -326,11 +327,10 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
     assert "a warning" in done.stderr
 
 
-def test_a_live_page_s_options_reach_the_page(calls, monkeypatch):
-    calls.note("jgpt.cli.live.LiveProgress", stop=True)
-    for words, browser in (((), True), (("--no-browser",), False)):
-        type_in("train", "tiny", "--live", *words)
-        assert calls["LiveProgress"]["browser"] is browser
+def test_the_page_of_a_run_is_written_by_its_progress(calls):
+    calls.note("jgpt.cli.page.PageProgress", stop=True)
+    type_in("train", "tiny", "--page")
+    assert calls["PageProgress"]["doing"] == "reading the data"
 
 
 def test_the_processes_of_a_run_reach_jax(calls):
@@ -400,7 +400,7 @@ def test_sample(loaded, tmp_path):
         ("chat", (), "jgpt.runs.load.load"),
         ("attention", ("--prompt", "a"), "jgpt.runs.load.load"),
         ("look", ("--prompt", "a"), "jgpt.runs.load.load"),
-        ("look", ("--live",), "jgpt.pictures.live.RunPage"),
+        ("look", (), "jgpt.runs.load.load"),
         ("eval", (), "jgpt.fitting.evaluate.evaluate"),
     ],
 )
@@ -518,7 +518,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
     calls.note("jgpt.pictures.plots.metric_image", b"a metric")
     calls.note("jgpt.pictures.plots.attention_image", b"attention")
-    calls.note("jgpt.pictures.page.look_page", "a page")
+    calls.note("jgpt.pictures.page.make_page", Page("a page"))
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
@@ -548,7 +548,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
 
     calls.received.clear()
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
-    received = calls["look_page"]
+    received = calls["make_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
     assert str(calls["write_file"]["path"]) == "c.html"
     assert calls["load"] == {
@@ -556,36 +556,6 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
         "which": 30,
         **CODE,
     }
-
-
-@pytest.mark.parametrize(("words", "opened"), [((), ["an address"]), (("--no-browser",), [])])
-def test_a_live_page(words, opened, calls, monkeypatch):
-    browser: list[str] = []
-    server = SimpleNamespace(serve_forever=lambda: None)
-    served = contextlib.nullcontext(("an address", server))
-    calls.note("jgpt.pictures.live.RunPage", SimpleNamespace(name="run"))
-    calls.note("jgpt.pictures.live.serving", served)
-    monkeypatch.setattr("webbrowser.open", browser.append)
-    options = (
-        "--prompt",
-        "a b",
-        "--checkpoint",
-        30,
-        "--model",
-        "m.py:GPT",
-        "--tokenizer",
-        "m.py:Chess",
-    )
-    type_in("look", "run", "--live", *options, *words)
-    received = calls["RunPage"]
-
-    assert received == {
-        "directory": "run",
-        "prompt": "a b",
-        "which": 30,
-        **CODE,
-    }
-    assert browser == opened
 
 
 def test_new(tmp_path):
@@ -658,8 +628,8 @@ def test_export(loaded, monkeypatch):
     assert loaded["hf_config"]["zero_biases"] is True
 
 
-REJECTED_BY_PLAN = {"--live", "--coordinator", "--processes", "--process", "--distributed"}
-WITHOUT_EFFECT_IN_A_PLAN = {"--browser", "--profile", "--dry-run"}
+REJECTED_BY_PLAN = {"--page", "--coordinator", "--processes", "--process", "--distributed"}
+WITHOUT_EFFECT_IN_A_PLAN = {"--profile", "--dry-run"}
 
 
 def test_no_option_was_left_out():

@@ -14,7 +14,8 @@ from jgpt.data.tokenizers import NumberTokenizer
 from jgpt.generation.decoding import generate
 from jgpt.pictures import page as page_module
 from jgpt.pictures.numbers import Changes, Look
-from jgpt.pictures.page import model_page
+from jgpt.pictures.page import make_page, model_page
+from jgpt.pictures.program import Uncomputable
 from tests.browser import CHROMIUM, Page, browser
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
@@ -252,12 +253,14 @@ def test_a_link_holds_what_was_changed(default_page, tmp_path):
 def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):
     look = look_of("one's own")
     with pytest.raises(ValueError, match="because its tokens have no text: give a prompt"):
-        model_page(look.model, NumberTokenizer(17), "x")
+        make_page(look.model, NumberTokenizer(17), "x")
     monkeypatch.setattr(page_module, "MOST_PARAMETERS", 20)
-    with pytest.raises(
-        ValueError, match=r"^\d+ parameters are too many for a page, which holds 20"
-    ):
+    with pytest.raises(Uncomputable, match=r"^\d+ parameters are too many for a page, which holds"):
         page_of(look)
+    page = make_page(look.model, TOKENIZER, "x", FIRST)
+    assert page.reason is not None
+    assert page.reason.endswith("which holds 20")
+    assert page.reason in page.html
 
 
 def test_a_token_is_written_from_the_bars(tmp_path):

@@ -35,10 +35,14 @@ def page_of(path: Path, model, prompt: str = PROMPT, new: int = 0) -> dict:
     return data_of(path)
 
 
-def data_of(path: Path) -> dict:
+def json_of(path: Path) -> dict:
     text = path.read_text(encoding="utf-8")
     (found,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', text)
-    data = json.loads(found)
+    return json.loads(found)
+
+
+def data_of(path: Path) -> dict:
+    data = json_of(path)
     for name in ("candidates", "next_ranks", "log_probabilities", "next_log_probabilities"):
         data[name] = np.array(data[name])
     if data["attention"]:  # a bigram model has none
@@ -264,11 +268,9 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
     worked("look", out, "--prompt", "S", cwd=tmp_path)
 
     assert said == "jgpt: the prompt has 2 tokens, more than block_size=1"
-    data = data_of(tmp_path / "look.html")
-    assert data["layers"] == []
-    assert data["blocks"] == []
-    assert data["attention"] is None
-    assert [row["name"] for row in data["arrays"]] == ["logits"]
+    data = json_of(tmp_path / "look.html")
+    assert data["text"] == "S"
+    assert data["paths"] == {"heads": [], "branches": [], "blocks": []}
 
 
 def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
@@ -510,14 +512,33 @@ def test_an_error_of_a_page_is_noticed(page, tmp_path):
     page.errors.clear()
 
 
-def test_the_command_writes_a_page(run, tmp_path):
+def test_the_command_writes_a_page_that_computes(run, tmp_path):
     said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
 
-    assert said == "wrote look.html\n"
-    data = data_of(tmp_path / "look.html")
+    assert re.fullmatch(
+        r"wrote look\.html, [\d.]+ [KM]iB: the model is in it; open it in a browser\n", said
+    )
+    data = json_of(tmp_path / "look.html")
     assert data["name"] == run.name
+    assert data["text"].startswith("So")
+    assert len(data["text"]) == 2 + 4
     assert data["prompt"] == 2
+    assert data["worker"]
+
+
+def test_of_a_model_that_no_page_holds_the_command_writes_the_page_of_a_text(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(html, "MOST_PARAMETERS", 20)
+    said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
+    refusal = refused("look", run, cwd=tmp_path)
+
+    reason = "parameters are too many for a page, which holds 20"
+    assert re.fullmatch(rf"wrote look\.html, the page of this text alone: [\d,]+ {reason}\n", said)
+    assert refusal.endswith(f"{reason}: give a --prompt, for a page of that text alone")
+    data = data_of(tmp_path / "look.html")
     assert len(data["tokens"]) == 2 + 4
+    assert data["reason"].endswith(reason)
 
 
 def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):

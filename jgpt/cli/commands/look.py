@@ -1,10 +1,9 @@
 """`jgpt look`: a page to look into a model."""
 
-import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from jgpt.cli import runs, terminal
+from jgpt.cli import runs
 from jgpt.cli.arguments import (
     Checkpoint,
     LatestRun,
@@ -17,7 +16,6 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
-from jgpt.cli.terminal import open_console, say
 from jgpt.durable import write_file
 from jgpt.words import format_bytes
 
@@ -32,66 +30,33 @@ def look(
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
     tokenizer: TokenizerOption = None,
-    live: bool = False,
-    browser: bool = True,
 ) -> Lines:
-    """Write an HTML page that shows the inside of a model, or serve a live page.
+    """Write an HTML page that shows the inside of a model.
 
-    Without a prompt, the page holds the model itself: it computes what you type and change.
+    The page holds the model itself: it computes what you type and change. Of a model that is too
+    large for a page, it has the numbers of the prompt alone.
 
     Args:
-        prompt: The text to continue and to look at, at most block-size tokens.
+        prompt: The text that the page begins with, at most block-size tokens. By default a text
+            that the model writes.
         max_new_tokens: The number of tokens to sample after the prompt. By default 48, or fewer if
             the block or the page is full.
-        live: Serve the page to this machine: change the prompt, heads and blocks in it.
-        browser: With --live, open the page in the browser.
     """
-    if prompt is None and not live and max_new_tokens is not None:
+    if prompt is None and max_new_tokens is not None:
         raise OptionError(
             f"--max-new-tokens {max_new_tokens} has no effect without a prompt: give --prompt"
         )
     run = runs.run_or_latest(run)
-    if live:
-        for option, value in (("--out", out), ("--max-new-tokens", max_new_tokens)):
-            if value is not None:
-                raise OptionError(
-                    f"{option} {value} has no effect with --live, which writes no file: leave out "
-                    "one of them"
-                )
-        with terminal.importing() as status:
-            from jgpt.pictures.live import RunPage
-
-            status.update("loading the model")
-            page = RunPage(run, prompt, which=checkpoint, model=model, tokenizer=tokenizer)
-        return _serve(page, browser)
     out = out or "look.html"
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
     with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
-        from jgpt.pictures.page import look_page, model_page
+        from jgpt.pictures.page import make_page
 
         loaded, used_tokenizer, _ = opened
-        if prompt is None:
-            page = model_page(loaded, used_tokenizer, name)
-        else:
-            page = look_page(loaded, used_tokenizer, prompt, max_new_tokens, name)
-    write_file(path, page)
-    if prompt is None:
-        size = format_bytes(len(page.encode()))
-        return [f"wrote {out}, {size}: the model is in it; open it in a browser"]
-    return [f"wrote {out}"]
-
-
-def _serve(page: Any, browser: bool) -> Lines:
-    """Serve the live page of a run until Ctrl-C, which is no error here."""
-    import webbrowser
-
-    from jgpt.pictures.live import serving
-
-    with serving(page) as (address, server):
-        say(open_console(), f"{page.name} is at {address} (Ctrl-C ends it)")
-        if browser:
-            webbrowser.open(address)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return []
+        page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
+    write_file(path, page.html)
+    if page.reason is not None:
+        return [f"wrote {out}, the page of this text alone: {page.reason}"]
+    size = format_bytes(len(page.html.encode()))
+    return [f"wrote {out}, {size}: the model is in it; open it in a browser"]

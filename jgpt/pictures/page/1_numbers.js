@@ -42,7 +42,7 @@ const sum = list => list.reduce((a, b) => a + b, 0);
 const lossOf = logs => -sum(logs) / logs.length;
 
 const MARKS = { "\n": "⏎", " ": "␣", "\t": "⇥" };
-const visible = token => (data.texts[token] ?? data.other.texts[token])
+const visible = token => data.texts[token]
   .replace(/[\x00-\x20]/g, c => MARKS[c] ?? String.fromCharCode(0x2400 + c.charCodeAt(0))) || "∅";
 /** A name that fits a column. */
 const cut = token => visible(token).slice(0, 9);
@@ -59,7 +59,7 @@ function show(found) {
   time = tokens.length;
   layers = data.layers.length;
   depths = data.candidates.length - 1;
-  const texts = Object.keys({ ...data.texts, ...data.other?.texts });
+  const texts = Object.keys(data.texts);
   widest = Math.min(9, Math.max(...texts.map(token => visible(token).length)));
   buildTitle();
   buildText();

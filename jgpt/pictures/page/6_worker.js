@@ -1,4 +1,4 @@
-// A page that holds its model: a worker computes the numbers that a server would send
+// The page holds its model: a worker computes its numbers
 
 let tokenizer, worker;
 const asked = new Map();  // what waits for the worker's answer, by number
@@ -48,7 +48,7 @@ async function startWorker({ worker: source, description, weights, vocabulary })
   sayHowClose();
 }
 
-/** The numbers of a state, or why there are none: what a server answers to `look`. */
+/** The numbers of a state, or why there are none. */
 async function computed(state) {
   stopWriting();
   try {
@@ -57,13 +57,15 @@ async function computed(state) {
     const gradient = gradientOf(state, tokens.length);
     const { patch, problem } = patchOf(state, tokens.length);
     const changes = { ...changesOf(state), patch };
-    const record = await askWorker({ compute: { tokens, changes, gradient } });
+    const isFirst = prompt === first.text;
+    const count = isFirst ? first.prompt : tokens.length;  // the model has sampled the others
+    const record = await askWorker({ compute: { tokens, prompt: count, changes, gradient } });
     if (gradient) for (const array of record.arrays) array.values = array.gradient;
     const code = codeOf(problem ? { ...state, patch: null } : state, first.paths);
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
     const texts = textsOf(record);
-    return { ...record, texts, other: null, live: true, text: prompt, code, gradientOf: gradient };
+    return { ...record, texts, live: true, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }

@@ -1,60 +1,19 @@
-// A run in training: the loss curve, samples and attention grow with its checkpoints
+// A run in training: the loss curve, samples and attention grow with its checkpoints. The file is
+// written again after each evaluation, and the page reloads itself
 
 let training;
-let snapshots = new Map();
-/** Ask how training goes, again and again; the longer an answer takes, the less often. */
-async function watchTraining() {
-  const began = performance.now();
-  const hidden = document.hidden && training;
-  const found = hidden ? { unchanged: true } : await ask("training", { since: training?.at });
-  const pause = Math.max(2000, 20 * (performance.now() - began));
-  await follow(found);
-  setTimeout(watchTraining, pause);
-}
-async function follow(found) {
-  if (found.error) $("progress").textContent = found.error;
-  if (found.error || found.unchanged) return;
-  if (found.step < training?.step) snapshots = new Map();  // the run began again
+function startTraining(found) {
   training = found;
-  drawTraining();
-  const wanted = found.named[state.checkpoint] ?? state.checkpoint;
-  if (found.checkpoints.length && data?.checkpoint !== wanted) await change({});
-  for (const step of found.checkpoints.filter(step => !snapshots.has(step))) {
-    const snapshot = await ask("checkpoint", { checkpoint: step });
-    if (snapshot.error) training.at = null;  // asked again, even if no file changes
-    else snapshots.set(step, snapshot);
-    drawGrowth();
-  }
-}
-function drawTraining() {
-  if (!training) return;
-  const { step, steps, each, checkpoints } = training;
-  const waiting = checkpoints.length ? ""
-    : ". The first checkpoint comes with the first evaluations";
-  $("progress").textContent = `Step ${step} of ${steps}${waiting}`;
+  const { step, steps, each, seconds } = training;
+  const more = seconds === null ? "" : ". After each evaluation this file is written again, and the "
+    + "page reloads itself while nothing is touched";
   const means = each > 1 ? `, mean of ${each} steps` : "";
+  $("training").hidden = false;
+  $("progress").textContent = `Step ${step} of ${steps}${more}.`;
   $("curve-legend").textContent = `line: training loss${means}, in nats per token; `
     + "dots: validation; circles: validation, estimated";
-  drawChoices(state);
   drawCurve();
-}
-function drawChoices({ checkpoint, other }) {
-  if (!training) return;
-  const options = [
-    ...training.checkpoints.map(step => [step, `step ${step}`]),
-    ...Object.entries(training.named).map(([name, step]) => [name, `the ${name}, step ${step}`]),
-  ];
-  drawChoice($("checkpoint"), options, checkpoint);
-  drawChoice($("other"), [[null, "none"], ...options], other);
-}
-function drawChoice(choice, options, chosen) {
-  const isThere = options.some(([value]) => value === chosen);
-  if (!isThere) options = [...options, [chosen, chosen]];  // one that training has deleted
-  if (changed(choice, String(options))) {  // a list that is open stays as it is
-    choice.replaceChildren(...options.map(([value, textContent]) =>
-      element("option", { value: JSON.stringify(value), textContent })));
-  }
-  choice.value = JSON.stringify(chosen);
+  reloadLater();
 }
 function drawCurve() {
   const { steps, loss, validation_loss, validation_estimate } = training;
@@ -70,17 +29,15 @@ function drawCurve() {
   $("lowest").textContent = low.toFixed(2);
   $("last-step").textContent = `step ${steps}`;
 }
-/** A row for each checkpoint that was seen, the newest first: its loss, a head's map, a sample. */
+/** A row for each checkpoint, the newest first: its loss, a head's map, a sample. */
 function drawGrowth() {
   const { layer, head } = chosen;
-  const losses = new Map(training?.validation_loss);
-  const newest = [...snapshots.values()].sort((a, b) => b.checkpoint - a.checkpoint).slice(0, 12);
-  $("growth").replaceChildren(...newest.flatMap(snapshot => {
-    const { checkpoint, sample } = snapshot;
+  const losses = new Map(training.validation_loss);
+  $("growth").replaceChildren(...training.snapshots.toReversed().flatMap(snapshot => {
+    const { checkpoint, sample, attention } = snapshot;
     const loss = losses.get(checkpoint);
-    const title = `layer ${layer}, head ${head} over ${JSON.stringify(first.text)}`;
-    const canvas = element("canvas", { title });
-    if (snapshot.attention) paintHead(layer, head, snapshot, canvas);
+    const canvas = element("canvas", { title: `layer ${layer}, head ${head}` });
+    if (attention) paintHead(layer, head, snapshot, canvas);
     return [
       element("span", {}, `step ${checkpoint}${loss ? `: ${loss.toFixed(4)}` : ""}`),
       canvas,
@@ -89,28 +46,66 @@ function drawGrowth() {
   }));
 }
 
-// Two checkpoints, side by side
+// Reloading: what was chosen is kept with the page's entry in the history
 
-const twins = [0, 1].map(() => {
-  const [title, told] = [element("h3"), element("p", { className: "soft" })];
-  const places = [0, 1].map(() => element("div", { className: "scroll" }));
-  $("twins-places").append(element("div", {}, title, told, ...places));
-  return { title, told, lens: lensIn(places[0]), map: mapIn(places[1]) };
-});
-function drawTwins() {
-  $("twins").hidden = !data.other;
-  if (!data.other) return;
-  const { query, key, depth, layer, head } = chosen;
-  twins.forEach(({ title, told, lens, map }, side) => {
-    const of = side ? data.other : data;
-    const best = predictions(depth, query, of).slice(0, 3).map(likely).join(", ");
-    title.textContent = `Step ${of.checkpoint}`;
-    told.textContent = `${describeLoss(of)} After ${at(query)}, ${depthName(depth)}: ${best}.`;
-    drawLens(lens, of);
-    map.place.hidden = !of.attention;
-    if (!of.attention) return;
-    told.textContent += ` Layer ${layer}, head ${head}: ${at(query)} gives ${at(key)} the weight `
-      + `${number(weight(layer, head, query, key, of))}.`;
-    drawMap(map, of);
+const LEAST_SECONDS = 2;  // between two reloads
+const QUIET_SECONDS = 10;  // since anything was touched
+const DAY = 86400;
+const KEPT = ["temperature", "top-k", "top-p", "min-p", "patch-block", "patch-prompt"];
+let touched = -Infinity;
+for (const kind of ["pointermove", "pointerdown", "touchmove", "wheel", "keydown", "input"]) {
+  addEventListener(kind, () => { touched = performance.now(); }, { passive: true, capture: true });
+}
+
+/** Reload when the next page is due; ever more rarely if none comes, as after a killed run. */
+function reloadLater() {
+  const { written, seconds } = training;
+  const age = Date.now() / 1000 - written;
+  if (seconds === null || age > DAY) return;
+  const wait = Math.max(LEAST_SECONDS, seconds - age + 1, age / 4);
+  setTimeout(reloadWhenQuiet, 1000 * Math.min(wait, DAY));
+}
+function reloadWhenQuiet() {
+  const isTouched = performance.now() - touched < 1000 * QUIET_SECONDS;
+  const isRead = !$("answer").hidden;  // which no reload brings back
+  const isWrong = $("said").classList.contains("wrong");  // the page would be empty
+  if (isTouched || isRead || isWrong || document.hidden || asking || writing) {
+    setTimeout(reloadWhenQuiet, 1000);
+    return;
+  }
+  keepPlace();
+  location.reload();
+}
+function keepPlace() {
+  const sections = [...document.querySelectorAll("section")];
+  const above = sections.filter(each => each.offsetHeight && each.getBoundingClientRect().top < 0);
+  const section = above.at(-1);
+  const place = {
+    chosen,
+    values: KEPT.map(id => $(id).value),
+    open: [...document.querySelectorAll("details")].map(each => each.open),
+    focus: document.activeElement.id,
+    section: section?.id,
+    offset: section && -section.getBoundingClientRect().top,
+  };
+  history.scrollRestoration = "manual";  // the page has its height only when it has computed
+  history.replaceState(place, "");
+}
+function restorePlace() {
+  const place = history.state;
+  if (!place || !data) return;
+  KEPT.forEach((id, i) => {
+    $(id).value = place.values[i];
+    const shown = $(id).nextElementSibling;
+    if (shown?.tagName === "OUTPUT") shown.textContent = place.values[i];
   });
+  const details = [...document.querySelectorAll("details")];
+  if (details.length === place.open.length) {
+    details.forEach((each, i) => { each.open = place.open[i]; });
+  }
+  choose(place.chosen);
+  if (place.focus) $(place.focus)?.focus({ preventScroll: true });
+  if (!place.section) return;
+  $(place.section).scrollIntoView();
+  scrollBy(0, place.offset);
 }

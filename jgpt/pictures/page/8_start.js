@@ -8,13 +8,12 @@ function draw() {
   drawAttention();
   drawForward();
   if (data.live) drawFlow();
-  drawTwins();
-  if (data.live && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
+  if (training && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
 }
 
 /** Say what the page is of, and what the model lacks. */
 function buildTitle() {
-  const { name, vocab_size, prompt, window, blocks, live } = data;
+  const { name, vocab_size, prompt, window, blocks, live, reason } = data;
   const sampled = time - prompt;
   const bits = lossOf(data.next_log_probabilities[depths].slice(prompt - 1)) / Math.LN2;
   const lacking = [
@@ -29,7 +28,8 @@ function buildTitle() {
   document.title = $("title").textContent = `Inside ${name}`;
   $("summary").textContent = `${size}a vocabulary of ${vocab_size}; `
     + `${counted(prompt, "token")} of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
-    + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "");
+    + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "")
+    + (reason ? `. Nothing can be typed here: ${reason}.` : "");
   $("lens-part").hidden = depths === 0;
   $("blind-guess").textContent = Math.log2(vocab_size).toFixed(1);
   $("mean").textContent = sampled ? `mean of what was sampled: ${bits.toFixed(2)} bits` : "";

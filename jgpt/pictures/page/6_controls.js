@@ -1,4 +1,5 @@
-// Live: what is changed goes to the server, and its numbers come back. The address has all of it
+// The controls: what is changed goes to the worker, and its numbers come back. The address has all
+// of it
 
 let first, state, asking, again, writing;
 
@@ -28,30 +29,24 @@ function say(text, wrong = false) {
   $("said").textContent = text;
   $("said").classList.toggle("wrong", wrong);
 }
-/** What the server answers, or why it doesn't; or what the page computes itself. */
-async function ask(what, asked) {
-  if (worker) return computed(asked);
-  try {
-    const headers = { "Content-Type": "application/json" };
-    const answer = await fetch(what, { method: "POST", headers, body: JSON.stringify(asked) });
-    return await answer.json();
-  } catch {
-    return { error: "the server doesn't answer: jgpt look RUN --live opens the page again" };
-  }
-}
 /** Change the state and ask for its numbers; while a request is out, the newest state waits. */
 async function change(changes) {
   state = { ...state, ...changes };
-  history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(state))}`);
+  putInAddress();
   again = true;
   asking ??= askAgain().finally(() => { asking = null; });
   return asking;
+}
+/** Put the state into the address, if there is one: a frame in a notebook has none. */
+function putInAddress() {
+  if (location.protocol === "about:") return;
+  history.replaceState(history.state, "", `#${encodeURIComponent(JSON.stringify(state))}`);
 }
 async function askAgain() {
   const slow = setTimeout(say, 1000, "the model computes");
   while (again) {
     again = false;
-    const found = await ask("look", state);
+    const found = await computed(state);
     clearTimeout(slow);
     say(found.error ?? "", Boolean(found.error));
     if (found.error) continue;
@@ -147,16 +142,12 @@ function startLive(found) {
   document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
   for (const id of ["live", "changes", "dials"]) $(id).hidden = false;
-  $("training").hidden = Boolean(found.worker);
   for (const dial of $("dials").querySelectorAll("input")) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {
       dial.nextElementSibling.textContent = dial.value;
       choose({ query: time - 1 });
     };
-  }
-  for (const choice of [$("checkpoint"), $("other")]) {
-    choice.onchange = () => change({ [choice.id]: JSON.parse(choice.value) });
   }
   $("prompt").oninput = () => change({ prompt: $("prompt").value });
   $("patch").onclick = () => {
@@ -169,8 +160,8 @@ function startLive(found) {
   $("reset").onclick = () => change(restored({}));
   addEventListener("hashchange", () => change(restored(inAddress())));
   state = restored(inAddress());
-  if (found.worker) startWorker(found);
-  else watchTraining();
+  if (found.training) startTraining(found.training);
+  startWorker(found).then(restorePlace);
 }
 function inAddress() {
   try {
@@ -181,12 +172,10 @@ function inAddress() {
 }
 /** A state that lacks nothing, in the controls too. */
 function restored(given) {
-  const { text: prompt, checkpoint } = first;
-  const none = { other: null, heads: {}, blocks: {}, patch: null, gradient: false };
-  const found = { prompt, checkpoint, ...none, ...given };
+  const none = { heads: {}, blocks: {}, patch: null, gradient: false };
+  const found = { prompt: first.text, ...none, ...given };
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";
   $("gradient").checked = found.gradient;
-  drawChoices(found);
   return found;
 }

@@ -1,0 +1,188 @@
+"""The controls of the page, as a reader uses them in a real browser."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgpt
+from jgpt.pictures.numbers import Changes
+from jgpt.pictures.page import Page as ShownPage
+from jgpt.pictures.page import look_page, make_page, model_page
+from tests.browser import CHROMIUM, Page, browser
+from tests.page.test_page import STARTED, said
+from tests.page.test_program import TOKENIZER, look_of
+from tests.runs.test_look import cell_of, json_of, middle_of, unpacked
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+PROMPT = "tractab"
+SETTLED = "(async () => { while (asking) await asking })()"
+UNNAMED = """
+[...document.querySelectorAll('button, input, select, textarea')].filter(each =>
+    !each.textContent.trim() && !each.getAttribute('aria-label') && !each.labels?.length
+).map(each => each.id || each.outerHTML)
+"""
+
+
+@pytest.fixture(scope="module")
+def look():
+    return look_of("default preset")
+
+
+@pytest.fixture(scope="module")
+def path(look, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(model_page(look.model, TOKENIZER, "run", PROMPT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def opened(chromium, path) -> Iterator[Page]:
+    open_page(chromium, path)
+    yield chromium
+    assert chromium.errors == []
+
+
+def open_page(page: Page, path: Any, *how: Any) -> None:
+    page.open("about:blank")
+    page.errors.clear()
+    page.open(path, *how)
+    page.run(STARTED)
+
+
+def turn(page: Page, dial: str, value: float) -> None:
+    """Change a dial as a reader does."""
+    page.run(f"$('{dial}').value = {value}; $('{dial}').dispatchEvent(new Event('input'))")
+    assert page.run(f"$('{dial}').nextElementSibling.textContent") == f"{value:g}"
+
+
+def test_three_questions_are_answered_by_clicking(opened, look):
+    """Which letters made this prediction; what happens without a head; what gives a weight."""
+    tokens = TOKENIZER.encode(PROMPT).tolist()
+    data = look(tokens, 7)
+    opened.click(*middle_of(opened, "textSpans[5]"))
+    opened.click(*middle_of(opened, "headButtons[1 * heads + 2]"))
+    row = [opened.run(f"weight(1, 2, 5, {key})") for key in range(6)]
+    key = int(np.argmax(row))
+    assert row == pytest.approx(unpacked(data["attention"])[1, 2, 15:21], abs=1e-4)
+
+    opened.click(*cell_of(opened, 5, key))
+    told = said(opened, "arithmetic")
+    query, keys = (unpacked(data["products"][name])[1, 2] for name in ("query", "key"))
+    product = float(re.match(r"query · key = (-?[\d.]+); scaled by ", told)[1])  # type: ignore[index]
+    assert product == pytest.approx(query[5] @ keys[key], abs=2e-3)
+    assert abs(float(told.split()[-1]) - row[key]) < 1e-3
+
+    opened.click(*middle_of(opened, "document.querySelector('[name=\"1.2\"]')"))
+    opened.run(SETTLED)
+    changed = look(tokens, 7, Changes(heads={(1, 2): 0}))
+    was, now = (-np.mean(each["next_log_probabilities"][-1]) for each in (data, changed))
+    effect = said(opened, "effect")
+    assert f"{was:.3f} nats per token before, {now:.3f} now ({now - was:+.3f})" in effect
+    assert "jgpt.edit" in said(opened, "code")
+    opened.click(*middle_of(opened, "$('reset')"))
+    opened.run(SETTLED)
+    assert opened.run("data.before") is None
+
+
+def test_dials_shape_the_distribution_as_sampling_does(opened, look):
+    logits = look.model(jnp.asarray(TOKENIZER.encode(PROMPT))[None])[0, -1]
+    order = np.argsort(-np.asarray(logits), kind="stable")
+    scaled = np.asarray(logits)[order] / 0.5
+    p = np.exp(scaled - scaled.max())
+    p[5:] = 0
+    kept = (np.cumsum(p) - p) / p.sum() < 0.9
+    p = p * kept * (p >= 0.05)
+    expected = (p / p.sum())[p > 0]
+    for dial, value in {"temperature": 0.5, "top-k": 5, "top-p": 0.9, "min-p": 0.05}.items():
+        turn(opened, dial, value)
+    found = opened.run("distribution(layers, time - 1).map(each => each.probability)")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert opened.run("distribution(layers, time - 1)[0].token") == order[0]
+    assert opened.run("document.querySelectorAll('#bars .bar').length") == len(expected)
+    turn(opened, "temperature", 0)
+    assert opened.run("distribution(layers, time - 1).map(each => each.probability)") == [1]
+
+
+def test_controls_work_by_keyboard_and_have_names(opened):
+    assert opened.run(UNNAMED) == []
+    opened.run("$('prompt').focus()")
+    order = []
+    for _ in range(30):
+        opened.press("Tab")
+        order.append(opened.run("document.activeElement.id || document.activeElement.className"))
+    assert order[:4] == ["sample", "write", "reset", "text"]
+    assert "lens" in order
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, width, scheme):
+    open_page(chromium, path, width, scheme)
+    assert chromium.run("document.documentElement.scrollWidth") <= width
+    paper = chromium.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 384) == (scheme == "dark")
+    assert len(chromium.screenshot()) > 100_000  # a page of empty boxes has 30 to 60 kB
+    if width == 390:  # a finger hits each token
+        boxes = "textSpans.map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
+        assert np.min(chromium.run(boxes)) >= 24
+    assert chromium.errors == []
+
+
+def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp_path):
+    page = make_page(look.model, TOKENIZER, "run", "tra", max_new_tokens=4)
+    path = tmp_path / "page.html"
+    path.write_text(page.html)
+    open_page(chromium, path)
+
+    assert page.reason is None
+    assert json_of(path)["prompt"] == 3
+    assert chromium.run("textSpans.map(each => each.classList.contains('prompt'))") == [
+        *[True] * 3,
+        *[False] * 4,
+    ]
+    assert "3 tokens of a prompt and 4 sampled" in said(chromium, "summary")
+    chromium.run("change({ prompt: 'trac' })")
+    assert "4 tokens of a prompt." not in said(chromium, "summary")
+    assert said(chromium, "summary").endswith("; 4 tokens of a prompt")
+
+
+def test_a_page_of_one_text_says_why_nothing_can_be_typed(chromium, look, tmp_path):
+    path = tmp_path / "look.html"
+    path.write_text(look_page(look.model, TOKENIZER, "tra", 0, "run", "it is <b>large</b>"))
+    chromium.errors.clear()
+    chromium.open(path)
+
+    assert said(chromium, "summary").endswith("Nothing can be typed here: it is <b>large</b>.")
+    assert chromium.run("$('live').hidden")
+    assert chromium.errors == []
+
+
+def test_a_page_in_a_notebook_computes(chromium, look, tmp_path):
+    shown = jgpt.look(look.model, TOKENIZER, "tra")
+    path = tmp_path / "notebook.html"
+    # A notebook's frame lets no one look inside, so the page says itself what it has computed.
+    report = """<script>
+    const told = setInterval(() => {
+      if (!data || !$("closeness").textContent) return;
+      clearInterval(told);
+      change({ prompt: "trac" }).then(() => parent.postMessage(data.text, "*"));
+    }, 20);
+    </script></body>"""
+    page = ShownPage(shown.html.replace("</body>", report))
+    chromium.errors.clear()
+    heard = "heard = new Promise(done => addEventListener('message', each => done(each.data)))"
+    path.write_text(f"<script>{heard}</script>{page._repr_html_()}")
+    chromium.open(path)
+
+    assert chromium.run("heard") == "trac"
+    assert chromium.errors == []
