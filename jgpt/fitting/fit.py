@@ -389,11 +389,35 @@ def _check_custom_code(
     # With the arguments of the first call, which then finds the traced steps in JAX's cache.
     arguments = (state, windows, dropout_stream(config.seed), 0, int(state.step))
     train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
+    if config.mesh is not None and (config.optimizer.make or config.objective):
+        _require_derivatives(config.mesh, train_steps, arguments)
     if config.model.make is not None:
         # One sequence for each device of a mesh, which shards the batch.
         batch = max(current_mesh().size, 1)
         for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
             progress.warned(sentence)
+
+
+def _require_derivatives(
+    mesh: str, train_steps: jax.stages.Wrapped, arguments: tuple[Any, ...]
+) -> None:
+    """Raise ValueError for an optimizer or objective with derivatives that a mesh doesn't have.
+
+    Gathered parameters have a derivative of their own, in reverse mode alone. JAX finds out that
+    another one is needed only when the steps are lowered.
+    """
+    try:
+        train_steps.lower(*arguments)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise ValueError(
+            Message(
+                "the optimizer or objective needs forward-mode derivatives, which parameters that "
+                "are gathered over a mesh don't have: leave out ",
+                Field("mesh", mesh),
+            )
+        ) from None
 
 
 def _check_objective(prepared: PreparedRun, state: TrainState, made: OwnBatches | None) -> None:

@@ -1,6 +1,7 @@
 """Optimizers of one's own that need more than gradients: values, other weights to evaluate, muP."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,6 +105,14 @@ def test_an_optimizer_trains_on_a_mesh(name, config, tmp_path):
     other = jgpt.fit(sharded, optimizer=MAKES[name], progress=None)
 
     np.testing.assert_allclose(other.metrics["loss"], run.metrics["loss"], rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_forward_mode_derivatives_on_a_mesh_are_refused_before_anything_is_written(config):
+    config = dataclasses.replace(config, batch_size=8, mesh="data=8")
+    with pytest.raises(ValueError, match=r"forward-mode derivatives.* leave out mesh='data=8'"):
+        jgpt.fit(config, optimizer=sophia, progress=None)
+    assert not Path(config.out or "").exists()
 
 
 def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
