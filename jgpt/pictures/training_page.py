@@ -45,6 +45,10 @@ MOST_MAP_WEIGHTS = 4096
 MOST_MAP_TOKENS = 32
 SECONDS_PER_LOOK = 0.5
 """Between two looks for a new checkpoint, which take less than a millisecond."""
+LEAST_SECONDS = 5.0
+"""Between two pages, of which a reader sees each one."""
+REST = 10.0
+"""The time between two pages in relation to the processor time of the first one."""
 FIRST_SECONDS = 10.0
 """The seconds after which the first page reloads itself. Later ones know how often they come."""
 
@@ -293,9 +297,13 @@ def main() -> None:
         listening = (requests, page, has_ended)
         threading.Thread(target=_listen, args=listening, daemon=True).start()
         page.prepare()
-        while not has_ended.wait(SECONDS_PER_LOOK):
+        rest = SECONDS_PER_LOOK
+        while not has_ended.wait(rest):
+            rest = SECONDS_PER_LOOK
+            began = time.process_time()
             if page.update():
                 answer(written=str(Path(directory, PAGE)))
+                rest = max(LEAST_SECONDS, REST * (time.process_time() - began))
         if page.update(is_last=True):
             answer(written=str(Path(directory, PAGE)))
     except Exception as error:
