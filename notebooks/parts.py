@@ -1,4 +1,4 @@
-"""What the checks of lesson 18 call: each says what is wrong with a part.
+"""What the checks of lessons 18 and 20 call: each says what is wrong.
 
 A part of a GPT is compared with jgpt's, which has the same weights. Where the
 values differ, they are compared with those of common mistakes, and the message
@@ -475,6 +475,50 @@ def problem_of_block(block: Callable[..., Any]) -> str:
     return _first(
         attributes, values, lambda: _unannotated(mine.__call__, x[..., 1:])
     )
+
+
+def problem_of_norm_after(block: Callable[..., Any]) -> str:
+    """What is wrong with a block whose norms come after the additions."""
+    mine = block(_config(), rngs=nnx.Rngs(0))
+    theirs = _loud(jgpt.Block(_config(), rngs=nnx.Rngs(0)))
+    x = _random((BATCH, TIME, EMBED_DIM))
+
+    def values() -> str:
+        nnx.update(mine, nnx.state(theirs, nnx.Param))
+        attend, think = theirs.attention, theirs.feed_forward
+        first, second = theirs.attention_norm, theirs.feed_forward_norm
+        attended = first(x + attend(x))
+        right = second(attended + think(attended))
+        unnormed = x + attend(x)
+
+        def mistakes() -> Mistakes:
+            return {
+                "norms before the parts: put them after the additions": (
+                    theirs(x)
+                ),
+                "a block without norms": unnormed + think(unnormed),
+                "norms of what the parts return: add first, then normalise": (
+                    x + first(attend(x)) + second(think(x + first(attend(x))))
+                ),
+                "a block without residual connections": second(
+                    think(first(attend(x)))
+                ),
+                "one norm for both: the second is feed_forward_norm": first(
+                    attended + think(attended)
+                ),
+                "a block without the norm after attention": second(
+                    unnormed + think(unnormed)
+                ),
+                "a block without the norm after the MLP": attended
+                + think(attended),
+                "an MLP whose result is added to the input of the block": (
+                    second(x + think(attended))
+                ),
+            }
+
+        return _difference(mine(x), right, mistakes)
+
+    return _first(lambda: _missing(mine, weights_of(theirs)), values)
 
 
 def problem_of_gpt(gpt: Callable[..., Any]) -> str:

@@ -29,7 +29,14 @@ FOLDED = re.compile(
 )
 CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
-MODULES = ("pictures.py", "checks.py", "experiments.py", "parts.py")
+MODULES = (
+    "pictures.py",
+    "checks.py",
+    "circuits.py",
+    "experiments.py",
+    "parts.py",
+    "rungs.py",
+)
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
 

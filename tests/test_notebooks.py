@@ -65,7 +65,7 @@ def numbers_of(text: str) -> list[float]:
 
 def test_the_lessons_are_in_order():
     assert [path.name[:2] for path in LESSONS] == [f"{number:02}" for number in range(len(LESSONS))]
-    assert len(LESSONS) >= 19
+    assert len(LESSONS) >= 22
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -331,9 +331,8 @@ def lessons(tmp_path) -> Path:
     folder.mkdir()
     shutil.copy(LESSONS[2], folder / "lesson.ipynb")
     (folder / "pictures.py").write_text("first = 1\n")
-    (folder / "checks.py").write_text("")
-    (folder / "experiments.py").write_text("")
-    (folder / "parts.py").write_text("")
+    for name in ("checks.py", "circuits.py", "experiments.py", "parts.py", "rungs.py"):
+        (folder / name).write_text("")
     return folder
 
 
@@ -364,10 +363,12 @@ def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, caps
     assert f"{mine} was changed and is kept\n" in capsys.readouterr().out
     assert sorted(path.name for path in mine.parent.iterdir()) == [
         "checks.py",
+        "circuits.py",
         "experiments.py",
         "lesson.ipynb",
         "parts.py",
         "pictures.py",
+        "rungs.py",
     ]
 
     revise(lessons)
@@ -417,10 +418,12 @@ def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
     assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
     assert sorted(path.name for path in student.iterdir()) == [
         "checks.py",
+        "circuits.py",
         "experiments.py",
         "lesson.ipynb",
         "parts.py",
         "pictures.py",
+        "rungs.py",
     ]
 
 
