@@ -49,8 +49,8 @@ def heat_map(
 ) -> None:
     """Draw a matrix with values, or texts, in it.
 
-    With `digits=None` there are no values, but a scale beside the matrix, if it
-    isn't left out for one that several matrices share (`draw_scale`).
+    With `digits=None` there are no values, but a scale beside the matrix. It
+    is left out if `scale` is false.
     Rows and columns are labels, a string being one for each character. Names
     are those of the axes.
     `largest` is the value of the darkest colour, to compare matrices.
@@ -69,7 +69,7 @@ def heat_map(
     edges = (-0.5, width - 0.5, height - 0.5, -0.5)
     axes.imshow(pixels, extent=edges, interpolation="none")
     if digits is None and scale:
-        draw_scale(axes, largest, signed=signed)
+        _draw_scale(axes, largest, signed)
     if digits is not None:
         for (row, column), value in np.ndenumerate(matrix):
             number = f"{value:.{digits}f}" if np.isfinite(value) else "-∞"
@@ -79,20 +79,16 @@ def heat_map(
     _label(axes, title, rows, columns, names)
 
 
-def draw_scale(
-    axes: Axes | Sequence[Axes], largest: float, *, signed: bool = False
-) -> None:
-    """Draw what the colours of a heat map, or of several, stand for."""
+def _draw_scale(axes: Axes, largest: float, signed: bool) -> None:
+    """Draw what the colours of a heat map stand for."""
     ticks = [0.0, largest]
     if signed:
         ticks.insert(0, -largest)
-    first = axes if isinstance(axes, Axes) else axes[0]
-    assert first.figure is not None
-    bar = first.figure.colorbar(
+    bar = axes.figure.colorbar(
         _colours(largest, signed), ax=axes, aspect=12, shrink=0.7, pad=0.03
     )
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.solids.set_rasterized(True)  # one image in place of 256 paths
 
 
@@ -124,7 +120,7 @@ def grid(
     if axes is None:
         size = (0.4 * cell_width * width + 1.3, 0.4 * height + 1.1)
         axes = plt.subplots(figsize=size)[1]
-    pastels = plt.get_cmap("Pastel1").colors  # type: ignore[attr-defined]
+    pastels = plt.get_cmap("Pastel1").colors
     for row, line in enumerate(cells):
         for column, cell in enumerate(line):
             style = {"ha": "center", "va": "center"}
