@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import importlib
 import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -14,6 +16,7 @@ from tests.test_parts import answers_of, given_in
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "notebooks"))
+rungs = importlib.import_module("rungs")
 student = runpy.run_path(str(ROOT / "notebooks" / "student.py"))
 LESSONS = ("20_the_ladder", "21_induction_heads")
 IMPORTS = """
@@ -42,7 +45,7 @@ previous_head = 1
 """
 
 
-def exercises_of(lesson: str) -> dict[str, object]:
+def exercises_of(lesson: str) -> dict[str, Any]:
     """The exercises, by the first name that a solution defines."""
     found = {}
     for cell in nbformat.read(ROOT / "notebooks" / f"{lesson}.ipynb", as_version=4).cells:
@@ -135,7 +138,7 @@ def test_neither_task_nor_hint_nor_starter_holds_the_answer(lesson, name):
     assert given_in(f"{given}\n{exercise.solution}", statements)  # the control
 
 
-def changed_fields(before: object, after: object) -> set[str]:
+def changed_fields(before: Any, after: Any) -> set[str]:
     found = set()
     for field in dataclasses.fields(before):
         if field.name != "name" and getattr(before, field.name) != getattr(after, field.name):
@@ -144,8 +147,6 @@ def changed_fields(before: object, after: object) -> set[str]:
 
 
 def test_each_rung_adds_one_thing():
-    import rungs
-
     steps = {}
     for before, after in zip(rungs.RUNGS, rungs.RUNGS[1:], strict=False):
         steps[after.name] = changed_fields(before, after)
@@ -164,8 +165,6 @@ def test_each_rung_adds_one_thing():
 
 
 def test_the_record_has_each_rung_with_one_budget():
-    import rungs
-
     record = json.loads((ROOT / "benchmarks" / "results" / "ladder.json").read_text())
     names = [rung.name for rung in rungs.RUNGS]
     characters = {rung.batch_size * rung.block_size for rung in rungs.RUNGS}
