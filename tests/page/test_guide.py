@@ -1,0 +1,172 @@
+"""The questions that a page begins with, and the source beside its arrays."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgpt
+from jgpt.pictures.code import code_of
+from jgpt.pictures.numbers import Changes, Look
+from jgpt.user_code import load_code
+from tests.browser import CHROMIUM, Page
+from tests.page.test_page import RECORD, opened, page_of
+from tests.page.test_program import TOKENIZER, look_of
+
+TEXT = "ips/bestca"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+
+def asked(page: Page, question: str) -> str:
+    """Press the button of a question; return its answer."""
+    page.run(f"""(async () => {{
+        const buttons = [...$("questions").querySelectorAll("button")];
+        await buttons.find(button => button.textContent.includes({json.dumps(question)})).onclick();
+    }})()""")
+    return page.run("$('answer').querySelector('p').textContent")
+
+
+def attention_of(look: Look, tokens: list[int]) -> np.ndarray:
+    """The weights of each layer, head, query and key, from the blocks themselves."""
+    model: Any = look.model
+    batch = jnp.asarray(tokens)[None]
+    weights = []
+    for block, x in zip(model.blocks, model.hidden_states(batch), strict=False):
+        weights.append(block.attention.weights(block.attention_norm(x))[0])
+    return np.asarray(weights)
+
+
+def gradient_at_the_last_block(look: Look, tokens: list[int]) -> np.ndarray:
+    """The length of the gradient of the last token's loss, at each position."""
+    model: Any = look.model
+
+    def loss(x: jax.Array) -> jax.Array:
+        logits = model.logits(model.final_norm(x))
+        return -jax.nn.log_softmax(logits[0, -2])[tokens[-1]]
+
+    gradient = jax.grad(loss)(model.hidden_states(jnp.asarray(tokens)[None])[-1])
+    return np.linalg.norm(np.asarray(gradient)[0], axis=-1)
+
+
+def chosen_in(page: Page) -> dict[str, int]:
+    return page.run(
+        "({ query: chosen.query, key: chosen.key, layer: chosen.layer, head: chosen.head })"
+    )
+
+
+@needs_chromium
+def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
+    look = look_of("gpt2")
+    tokens = TOKENIZER.encode(TEXT).tolist()
+    time = len(tokens)
+    with opened(tmp_path / "page.html", page_of(look, TEXT)) as page:
+        earlier = asked(page, "Which earlier letters")
+        chosen = chosen_in(page)
+        arithmetic = asked(page, "How is that weight computed")
+        without = asked(page, "What happens without that head")
+        record = json.loads(page.run(RECORD))
+        page.run("$('answer').querySelector('button').onclick()")  # on again
+        page.run("choose(goTo(time - 1))")
+        gradient = asked(page, "Where does the gradient")
+        last_row = page.run("flowRows().at(-1).sizes")
+        page.run("change({ gradient: false })")
+        line = asked(page, "Which line of code")
+        errors = page.errors
+
+    layer = chosen["layer"]
+    head = chosen["head"]
+    query = chosen["query"]
+    key = chosen["key"]
+    weights = attention_of(look, tokens)
+    assert weights[layer, head, query, key] == weights[:, :, query, :query].max()
+    share = f"{100 * weights[layer, head, query, key]:.0f}%"
+    assert f"head {head} of layer {layer}: it takes {share} from" in earlier
+    assert f"In head {head} of layer {layer}" in arithmetic
+    assert f"Head {head} of layer {layer} is off and adds nothing" in without
+    switched = look(tokens, time, Changes(heads={(layer, head): 0.0}))
+    found = np.reshape(record["log_probabilities"][-1], np.shape(switched["log_probabilities"][-1]))
+    np.testing.assert_allclose(found, switched["log_probabilities"][-1], atol=2e-5)
+    assert "nats: minus the logarithm" in gradient
+    expected = gradient_at_the_last_block(look, tokens)
+    np.testing.assert_allclose(last_row, expected, rtol=1e-3, atol=1e-6)
+    assert (last_row[:-2] + last_row[-1:]) == [0] * (time - 1)
+    assert "jgpt/nn/attention.py, in attention_weights: “weights = jax.nn.softmax" in line
+    assert errors == []
+
+
+def test_each_array_has_the_line_that_makes_it():
+    look = look_of("gpt2")
+
+    code = code_of(look.model)
+
+    assert code is not None
+    lines = {}
+    for path, name, (index, number), callers in code["arrays"]:
+        function = code["functions"][index]
+        (line,) = [each for each in function["lines"] if each[0] == number]
+        lines[path, name] = (function["name"], line[1].strip(), line[2], len(callers))
+    assert lines["blocks.0.attention.attention_weights", "attention_weights"][:2] == (
+        "attention_weights",
+        "weights = jax.nn.softmax(scores, axis=-1)",
+    )
+    name, text, shapes, callers = lines["blocks.1", "blocks.1"]
+    assert name == "Block.__call__"
+    assert text == "return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)"
+    assert shapes == f"return: float32[batch=1 time=time embed_dim={look.model.config.embed_dim}]"
+    assert callers > 1  # it is called in a loop over blocks, which is called in turn
+    record = look(TOKENIZER.encode(TEXT).tolist(), len(TEXT))
+    places = {(array["path"], array["name"]) for array in record["arrays"]}
+    assert places - {("", "tokens")} <= set(lines)
+
+
+def test_an_array_of_a_function_inside_another_has_the_line_of_the_inner_one():
+    code = code_of(look_of("default preset").model)
+
+    assert code is not None
+    names = {}
+    for path, name, (index, _), _ in code["arrays"]:
+        names[path, name] = code["functions"][index]["name"]
+    inner = "attend_windowed.<locals>.first_window"
+    assert names["blocks.0.attention.attend", "attend(query)"] == inner
+    assert names["blocks.0.attention.attend_windowed", "attend_windowed"] == "attend_windowed"
+
+
+HOSTILE = """
+import jax.numpy as jnp
+import jgpt
+
+
+class GPT(jgpt.GPT):
+    def logits(self, x):
+        evil = x + 0.0  # </script><script>document.title='ran'</script>{{style}}<img src=x>
+        return super().logits(evil)
+"""
+
+
+@needs_chromium
+def test_nothing_in_a_line_of_source_runs(tmp_path):
+    file = tmp_path / "evil.py"
+    file.write_text(HOSTILE)
+    make = load_code(f"{file}:GPT")
+    config = jgpt.ModelConfig(vocab_size=17, block_size=8, num_layers=1, num_heads=2, embed_dim=8)
+    look = Look(make(config, rngs=nnx.Rngs(0)), TOKENIZER, "evil")
+    with opened(tmp_path / "page.html", page_of(look, "ips")) as page:
+        title = page.run("document.title")
+        code = json.loads(page.run("JSON.stringify(first.code)"))
+        page.run(
+            "parts.forEach(part => { part.group.open = part.row.open = true; drawPart(part) })"
+        )
+        images = page.run("document.querySelectorAll('img').length")
+        shown = page.run("document.body.textContent.includes(\"document.title='ran'\")")
+        errors = page.errors
+
+    texts = [line[1] for function in code["functions"] for line in function["lines"]]
+    assert any("</script>" in text for text in texts)  # the control: the line is there
+    assert shown
+    assert title == "Inside x"
+    assert images == 0
+    assert errors == []
