@@ -142,8 +142,8 @@ import jgpt
 
 class GPT(jgpt.GPT):
     def logits(self, x):
-        evil = x + 0.0  # </script><script>document.title='ran'</script>{{style}}<img src=x>
-        return super().logits(evil)
+        logits = super().logits(x)
+        return 2 * logits  # </script><script>document.title='ran'</script>{{style}}<img src=x>
 """
 
 
@@ -161,12 +161,14 @@ def test_nothing_in_a_line_of_source_runs(tmp_path):
             "parts.forEach(part => { part.group.open = part.row.open = true; drawPart(part) })"
         )
         images = page.run("document.querySelectorAll('img').length")
-        shown = page.run("document.body.textContent.includes(\"document.title='ran'\")")
+        shown = page.run(
+            "[...document.querySelectorAll('details.array')].map(each => each.textContent).join('')"
+        )
         errors = page.errors
 
     texts = [line[1] for function in code["functions"] for line in function["lines"]]
     assert any("</script>" in text for text in texts)  # the control: the line is there
-    assert shown
+    assert "document.title='ran'" in shown
     assert title == "Inside x"
     assert images == 0
     assert errors == []
