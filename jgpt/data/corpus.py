@@ -291,11 +291,7 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
 
     A copy in `$JGPT_DATA_DIR` comes first, then the one in the cache.
     """
-    cached = Path(platformdirs.user_cache_dir("jgpt"), SHAKESPEARE_FILE)
-    places = {"the cache": cached}
-    folder = os.environ.get("JGPT_DATA_DIR")
-    if folder:
-        places = {"JGPT_DATA_DIR": Path(folder, SHAKESPEARE_FILE)} | places
+    places = _places_of_shakespeare()
     for name, path in places.items():
         if not path.is_file():
             continue
@@ -306,6 +302,8 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
                 "it again"
             )
         return path
+    cached = places["the cache"]
+    folder = os.environ.get("JGPT_DATA_DIR")
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
@@ -327,6 +325,19 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
             "JGPT_DATA_DIR names, or use the corpus pydocs, which needs no network"
         ) from None
     return cached
+
+
+def has_shakespeare() -> bool:
+    """Return whether there is a copy of tiny Shakespeare, which is then not downloaded."""
+    return any(path.is_file() for path in _places_of_shakespeare().values())
+
+
+def _places_of_shakespeare() -> dict[str, Path]:
+    places = {"the cache": Path(platformdirs.user_cache_dir("jgpt"), SHAKESPEARE_FILE)}
+    folder = os.environ.get("JGPT_DATA_DIR")
+    if folder:
+        places = {"JGPT_DATA_DIR": Path(folder, SHAKESPEARE_FILE)} | places
+    return places
 
 
 def _wrong_checksum(data: bytes) -> str:

@@ -531,12 +531,15 @@ def test_of_a_model_that_no_page_holds_the_command_writes_the_page_of_a_text(
 ):
     monkeypatch.setattr(html, "MOST_PARAMETERS", 20)
     said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
+    data = data_of(tmp_path / "look.html")
+    said_of_validation = worked("look", run, cwd=tmp_path)
+    monkeypatch.setattr("jgpt.pictures.opening.MOST_BYTES", 0)
     refusal = refused("look", run, cwd=tmp_path)
 
     reason = "parameters are too many for a page, which holds 20"
     assert re.fullmatch(rf"wrote look\.html, the page of this text alone: [\d,]+ {reason}\n", said)
     assert refusal.endswith(f"{reason}: give a --prompt, for a page of that text alone")
-    data = data_of(tmp_path / "look.html")
+    assert said_of_validation == said
     assert len(data["tokens"]) == 2 + 4
     assert data["reason"].endswith(reason)
 

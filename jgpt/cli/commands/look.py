@@ -37,8 +37,8 @@ def look(
     large for a page, it has the numbers of the prompt alone.
 
     Args:
-        prompt: The text that the page begins with, at most block-size tokens. By default a text
-            that the model writes.
+        prompt: The text that the page begins with, at most block-size tokens. By default the
+            beginning of the validation text, or one that the model writes if that is not at hand.
         max_new_tokens: The number of tokens to sample after the prompt. By default 48, or fewer if
             the block or the page is full.
     """
@@ -51,9 +51,13 @@ def look(
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
     with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
+        from jgpt.pictures.opening import opening_text
         from jgpt.pictures.page import make_page
 
-        loaded, used_tokenizer, _ = opened
+        loaded, used_tokenizer, config = opened
+        if prompt is None:
+            prompt = opening_text(run, config, used_tokenizer)
+            max_new_tokens = 0
         page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
     write_file(path, page.html)
     if page.reason is not None:

@@ -1,0 +1,51 @@
+"""The text that a page begins with: the beginning of what a run's model is validated on."""
+
+from pathlib import Path
+
+from jgpt.config import TrainConfig
+from jgpt.data.corpus import has_shakespeare
+from jgpt.data.dataset import load_dataset
+from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.provenance import known_text
+
+MOST_BYTES = 1 << 24
+"""The limit of the text that is read for its validation split; it takes about a second."""
+OPENING_TOKENS = 64
+LINE_WITHIN = 200
+"""The number of tokens in which a line may begin, since the split begins anywhere."""
+
+
+def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenizer) -> str | None:
+    """Return the beginning of a run's validation split, or None if it can't be read quickly.
+
+    That is the case for a text that is gone, has changed, is large, or must be downloaded, and for
+    tokens without text.
+    """
+    if isinstance(tokenizer, NumberTokenizer):
+        return None
+    if not all(_is_small_and_here(source) for source in config.dataset.data):
+        return None
+    known = known_text(RunDirectory.open(directory).provenance())
+    try:
+        dataset = load_dataset(
+            config.dataset, config.model.block_size, tokenizer=tokenizer, known=known
+        )
+    except (OSError, ValueError):
+        return None
+    text = tokenizer.decode(dataset.validation[:LINE_WITHIN])
+    _, newline, next_lines = text.partition("\n")
+    if newline and len(next_lines) > len(text) / 2:
+        text = next_lines.lstrip("\n")
+    tokens = tokenizer.encode(text)[: min(OPENING_TOKENS, config.model.block_size)]
+    return tokenizer.decode(tokens) or None
+
+
+def _is_small_and_here(source: str) -> bool:
+    """Return whether a source is a corpus on this machine, or a small file."""
+    if source == "pydocs":
+        return True
+    if source == "shakespeare":
+        return has_shakespeare()
+    path = Path(source)
+    return path.is_file() and path.stat().st_size <= MOST_BYTES

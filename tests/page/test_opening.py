@@ -1,0 +1,76 @@
+"""The text that a page begins with is the beginning of the run's validation split."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import jgpt
+from jgpt.cli.commands.look import look
+from jgpt.pictures.opening import opening_text
+
+TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind\n" * 40
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a text, and the text's file."""
+    folder = tmp_path_factory.mktemp("opening")
+    file = folder / "text.txt"
+    file.write_text(TEXT)
+    config = jgpt.preset("tiny")
+    config = dataclasses.replace(
+        config,
+        out=str(folder / "run"),
+        steps=2,
+        dataset=dataclasses.replace(config.dataset, data=(str(file),)),
+    )
+    jgpt.fit(config)
+    return folder / "run", file
+
+
+def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
+    directory, _ = run
+    _, tokenizer, config = jgpt.load(directory)
+    validation = jgpt.load_dataset(
+        config.dataset, config.model.block_size, tokenizer=tokenizer
+    ).validation
+
+    text = opening_text(directory, config, tokenizer)
+
+    assert text is not None
+    assert len(text) == config.model.block_size
+    assert text.startswith(("To be, or", "Whether 'tis"))
+    beginning = tokenizer.decode(validation[:200])
+    assert beginning.index("\n" + text) == beginning.index("\n")
+    look(str(directory), out=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert json.loads(re.findall(r'"text":("[^"]*")', page)[0]) == text
+
+
+def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatch):
+    directory, file = run
+    _, tokenizer, config = jgpt.load(directory)
+    assert opening_text(directory, config, tokenizer) is not None  # the control
+    monkeypatch.setattr("jgpt.pictures.opening.MOST_BYTES", len(TEXT) - 1)
+    assert opening_text(directory, config, tokenizer) is None
+    monkeypatch.undo()
+    file.write_text(TEXT[::-1])
+    assert opening_text(directory, config, tokenizer) is None
+    file.unlink()
+    assert opening_text(directory, config, tokenizer) is None
+
+
+def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
+    directory, _ = run
+    _, tokenizer, config = jgpt.load(directory)
+    dataset = dataclasses.replace(config.dataset, data=("shakespeare",))
+    config = dataclasses.replace(config, dataset=dataset)
+    monkeypatch.delenv("JGPT_DATA_DIR", raising=False)
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *request, **_: asked.append(request))
+
+    assert opening_text(directory, config, tokenizer) is None
+    assert asked == []
