@@ -560,6 +560,7 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "--decode and --train are two pictures" in two_pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", only([1, 4], [1, 2, 3, 4, 5]))
 def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monkeypatch):
     config = ModelConfig(

@@ -26,6 +26,7 @@ jgpt.CharTokenizer("ab").encode("ab")
 """
 
 
+@pytest.mark.slow
 def test_the_environment_switches_the_checks_off():
     environment = os.environ | {"JAXTYPING_DISABLE": "1"}
     subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)

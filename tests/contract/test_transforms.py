@@ -123,6 +123,7 @@ def test_shards_have_their_own_sizes():
     assert seen == [(1, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"),
     [

@@ -125,6 +125,7 @@ def test_controls_work_by_keyboard_and_have_names(opened):
     assert "lens" in order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, width, scheme):
     open_page(chromium, path, width, scheme)
@@ -138,6 +139,7 @@ def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, widt
     assert chromium.errors == []
 
 
+@pytest.mark.slow
 def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp_path):
     page = make_page(look.model, TOKENIZER, "run", "tra", max_new_tokens=4)
     path = tmp_path / "page.html"
@@ -156,6 +158,7 @@ def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp
     assert said(chromium, "summary").endswith("; 4 tokens of a prompt")
 
 
+@pytest.mark.slow
 def test_a_page_of_one_text_says_why_nothing_can_be_typed(chromium, look, tmp_path):
     path = tmp_path / "look.html"
     path.write_text(look_page(look.model, TOKENIZER, "tra", 0, "run", "it is <b>large</b>"))
@@ -167,6 +170,7 @@ def test_a_page_of_one_text_says_why_nothing_can_be_typed(chromium, look, tmp_pa
     assert chromium.errors == []
 
 
+@pytest.mark.slow
 def test_a_page_in_a_notebook_computes(chromium, look, tmp_path):
     shown = jgpt.look(look.model, TOKENIZER, "tra")
     path = tmp_path / "notebook.html"

@@ -58,6 +58,7 @@ def chosen_in(page: Page) -> dict[str, int]:
     )
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     look = look_of("gpt2")
@@ -147,6 +148,7 @@ class GPT(jgpt.GPT):
 """
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_nothing_in_a_line_of_source_runs(tmp_path):
     file = tmp_path / "evil.py"

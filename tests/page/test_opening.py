@@ -30,6 +30,7 @@ def run(tmp_path_factory):
     return folder / "run", file
 
 
+@pytest.mark.slow
 def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
     directory, _ = run
     _, tokenizer, config = jgpt.load(directory)
@@ -49,6 +50,7 @@ def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
     assert json.loads(re.findall(r'"text":("[^"]*")', page)[0]) == text
 
 
+@pytest.mark.slow
 def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatch):
     directory, file = run
     _, tokenizer, config = jgpt.load(directory)
@@ -62,6 +64,7 @@ def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatc
     assert opening_text(directory, config, tokenizer) is None
 
 
+@pytest.mark.slow
 def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
     directory, _ = run
     _, tokenizer, config = jgpt.load(directory)

@@ -217,6 +217,7 @@ def test_an_imported_run_is_there_as_a_whole_or_not_at_all(disk):
         assert steps_that_load(view / "run") == [0]
 
 
+@pytest.mark.slow
 def test_whenever_an_overwriting_is_killed_the_same_command_goes_on(disk, initial, monkeypatch):
     """Beside a file that is not the run's: a directory without a config would be nobody's."""
     run = RunDirectory.create(disk.root / "run", CONFIG, TOKENIZER)

@@ -75,6 +75,7 @@ def test_metrics_of_parts_and_of_an_objective_are_in_all_places(config, tmp_path
     assert found[4, "gradient_norms/blocks.0.attention"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_logs_parts_is_resumed_with_the_same_metrics(config, tmp_path):
     config = dataclasses.replace(config, trackers=())
     run = jgpt.fit(config, progress=None)
@@ -136,6 +137,7 @@ def taken(config):
 """
 
 
+@pytest.mark.slow
 def test_the_commands_log_and_plot_metrics(tmp_path, poem):
     (tmp_path / "my.py").write_text(FILE)
     sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")

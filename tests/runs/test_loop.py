@@ -480,6 +480,7 @@ def test_byte_pairs_are_learnt_from_a_text_as_from_what_was_prepared(small_run, 
     assert losses[0][-1] < losses[0][0] - 1
 
 
+@pytest.mark.slow
 def test_patience_stops_says_so_and_keeps_the_best(small_run, tmp_path):
     assert not _stops_early([3.0, 2.0, 2.5], 2)
     assert _stops_early([3.0, 2.0, 2.5, 2.2], 2)

@@ -112,6 +112,7 @@ def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_takes_an_objective(config, file, tmp_path, poem):
     sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
     given = ("train", "tiny", "--data", poem, *sizes, "--steps", "2", "--sample-tokens", "0")

@@ -130,6 +130,7 @@ def test_the_written_training_takes_the_written_model(training, tmp_path, poem, 
     assert sampled.code == 0, sampled.stderr
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_training_that_runs(tmp_path, poem):
     done = command("new", "--training", "train.py", cwd=tmp_path)
     assert done.code == 0

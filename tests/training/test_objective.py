@@ -45,6 +45,7 @@ def lowered(config: TrainConfig) -> str:
     return make_train_steps(config).lower(abstract_state(config), windows, KEY, 2, 0).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", only([3], [1, 3]))
 def test_the_built_in_objective_given_by_hand_is_the_same_program(micro_batches):
     def louder(config):

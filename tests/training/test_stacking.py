@@ -173,6 +173,7 @@ def test_a_user_s_own_parameter_may_be_called_blocks():
     assert unstack_state(state) is state
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_both():
     config = with_layers(RUNS["modern"], scan=True)
     with jax.enable_x64(True):

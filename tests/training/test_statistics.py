@@ -173,6 +173,7 @@ def test_averaged_weights_log_the_updates_of_the_trained_ones():
         np.testing.assert_allclose(values, expected[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_statistics():
     plain = dataclasses.replace(CONFIG, log=())
     key = dropout_stream(CONFIG.seed)
