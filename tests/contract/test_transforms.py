@@ -123,7 +123,6 @@ def test_shards_have_their_own_sizes():
     assert seen == [(1, 5)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"),
     [
