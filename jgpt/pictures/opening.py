@@ -19,14 +19,16 @@ LINE_WITHIN = 200
 def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenizer) -> str | None:
     """Return the beginning of a run's validation split, or None if it can't be read quickly.
 
-    That is the case for a text that is gone, has changed, is large, or must be downloaded, and for
-    tokens without text.
+    That is the case for a text that is gone, has changed, is large, or must be downloaded, for
+    tokens without text, and for a model that was imported and not trained.
     """
     if isinstance(tokenizer, NumberTokenizer):
         return None
     if not all(_is_small_and_here(source) for source in config.dataset.data):
         return None
     known = known_text(RunDirectory.open(directory).provenance())
+    if known is None:
+        return None
     try:
         dataset = load_dataset(
             config.dataset, config.model.block_size, tokenizer=tokenizer, known=known
@@ -37,8 +39,21 @@ def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenize
     _, newline, next_lines = text.partition("\n")
     if newline and len(next_lines) > len(text) / 2:
         text = next_lines.lstrip("\n")
-    tokens = tokenizer.encode(text)[: min(OPENING_TOKENS, config.model.block_size)]
-    return tokenizer.decode(tokens) or None
+    return _beginning(text, tokenizer, min(OPENING_TOKENS, config.model.block_size))
+
+
+def _beginning(text: str, tokenizer: Tokenizer, most_tokens: int) -> str | None:
+    """Return the longest beginning of a text that is encoded with the tokens that it has there.
+
+    Some tokens may end inside a character, or be encoded with more tokens when the text ends.
+    """
+    tokens = tokenizer.encode(text)[:most_tokens].tolist()
+    while tokens:
+        beginning = tokenizer.decode(tokens)
+        if tokenizer.encode(beginning).tolist() == tokens:
+            return beginning
+        tokens.pop()
+    return None
 
 
 def _is_small_and_here(source: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 import jgpt
 from jgpt.cli.commands.look import look
-from jgpt.pictures.opening import opening_text
+from jgpt.pictures.opening import _beginning, opening_text
 
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind\n" * 40
 
@@ -62,6 +62,7 @@ def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatc
     assert opening_text(directory, config, tokenizer) is None
     file.unlink()
     assert opening_text(directory, config, tokenizer) is None
+    file.write_text(TEXT)
 
 
 @pytest.mark.slow
@@ -77,3 +78,21 @@ def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
 
     assert opening_text(directory, config, tokenizer) is None
     assert asked == []
+
+
+def test_a_beginning_ends_at_a_whole_character_and_fits():
+    tokenizer = jgpt.ByteTokenizer()
+    text = "\u0441\u044a\u0435\u0448\u044c"  # two bytes each
+
+    for most_tokens, characters in ((10, 5), (5, 2), (4, 2), (3, 1)):
+        assert _beginning(text, tokenizer, most_tokens) == text[:characters]
+    assert _beginning(text, tokenizer, 1) is None
+
+
+@pytest.mark.slow
+def test_a_run_that_was_never_trained_has_no_validation_text(run, tmp_path):
+    directory, _ = run
+    model, tokenizer, config = jgpt.load(directory)
+    jgpt.save(model, tmp_path / "saved", tokenizer=tokenizer, config=config)
+
+    assert opening_text(tmp_path / "saved", config, tokenizer) is None
