@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -128,6 +129,29 @@ def test_the_written_training_takes_the_written_model(training, tmp_path, poem, 
     assert "validation" in capsys.readouterr().out
     sampled = command("sample", module.OUT, "--model", "my_gpt.py:GPT", cwd=tmp_path)
     assert sampled.code == 0, sampled.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read as UTF-8 text: "),
+        (b"caf\xe9", "can't be read as UTF-8 text: "),
+        (b"", "is empty: give a text"),
+        (b"abc", "is too short: its last tenth has no 12 characters"),
+    ],
+)
+def test_a_text_that_can_t_be_trained_on_ends_the_training_in_a_line(
+    training, tmp_path, content, message
+):
+    module = training(SMALL)
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+
+    with pytest.raises(SystemExit, match=rf"^{re.escape(str(file))} {message}"):
+        module.main(str(file))
+
+    assert not Path(module.OUT).exists()
 
 
 @pytest.mark.slow
