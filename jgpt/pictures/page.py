@@ -217,7 +217,7 @@ class ModelPages:
         expected = text.numbers["log_probabilities"][-1]
         data = {
             "name": look.name,
-            "live": True,
+            "computes": True,
             "text": text.text,
             "prompt": text.prompt,
             "expected": np.ravel(expected).tolist(),
@@ -248,7 +248,7 @@ def page_of(
 ) -> str:
     """Return the page for some data, with scripts that the page's own scripts need.
 
-    The policy says where the page may send requests: nowhere, unless it is live.
+    The policy forbids the page to send requests, and says what else it may load.
     """
     scripts = [_script(name) for name in libraries]
     for path in sorted(FOLDER.glob("[0-9]*.js")):  # in the order of the numbers in their names

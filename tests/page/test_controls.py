@@ -166,7 +166,7 @@ def test_a_page_of_one_text_says_why_nothing_can_be_typed(chromium, look, tmp_pa
     chromium.open(path)
 
     assert said(chromium, "summary").endswith("Nothing can be typed here: it is <b>large</b>.")
-    assert chromium.run("$('live').hidden")
+    assert chromium.run("$('writing').hidden")
     assert chromium.errors == []
 
 

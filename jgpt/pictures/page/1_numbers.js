@@ -66,7 +66,7 @@ function show(found) {
   buildNames();
   buildHeads();
   buildForward();
-  if (data.live) buildSwitches();
+  if (data.computes) buildSwitches();
   choose({});
   if (worker) buildGuide();
 }

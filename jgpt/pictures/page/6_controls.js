@@ -105,7 +105,7 @@ function buildSwitches() {
   $("patch-block").max = blocks.length - 1;
 }
 function drawChanges() {
-  if (!data.live) return;
+  if (!data.computes) return;
   for (const input of $("switches").querySelectorAll("input")) {
     const factor = state[input.kind][input.name] ?? 1;
     input.checked = factor !== 0;
@@ -137,11 +137,11 @@ function describeLoss({ next_log_probabilities, before }) {
 
 // The controls
 
-function startLive(found) {
+function startComputing(found) {
   first = found;
   document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
-  for (const id of ["live", "changes", "dials"]) $(id).hidden = false;
+  for (const id of ["writing", "changes", "dials"]) $(id).hidden = false;
   for (const dial of $("dials").querySelectorAll("input")) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {

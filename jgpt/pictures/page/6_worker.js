@@ -65,7 +65,7 @@ async function computed(state) {
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
     const texts = textsOf(record);
-    return { ...record, texts, live: true, text: prompt, code, gradientOf: gradient };
+    return { ...record, texts, computes: true, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }

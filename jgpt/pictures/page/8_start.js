@@ -7,21 +7,21 @@ function draw() {
   drawChanges();
   drawAttention();
   drawForward();
-  if (data.live) drawFlow();
+  if (data.computes) drawFlow();
   if (training && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
 }
 
 /** Say what the page is of, and what the model lacks. */
 function buildTitle() {
-  const { name, vocab_size, prompt, window, blocks, live, reason } = data;
+  const { name, vocab_size, prompt, window, blocks, computes, reason } = data;
   const sampled = time - prompt;
   const bits = lossOf(data.next_log_probabilities[depths].slice(prompt - 1)) / Math.LN2;
   const lacking = [
     data.attention ? [] : "no module with a method weights: no attention is drawn",
     depths ? [] : "no numbered blocks: there is no logit lens",
     data.arrays.length > 1 ? [] : "no typed module or function: only its logits are known",
-    !live || blocks.some(Boolean) ? [] : "no blocks that add to a stream: none can be scaled",
-    !live || data.layers.some(Boolean) ? [] : "no heads that can be switched off",
+    !computes || blocks.some(Boolean) ? [] : "no blocks that add to a stream: none can be scaled",
+    !computes || data.layers.some(Boolean) ? [] : "no heads that can be switched off",
   ].flat();
   const counted = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
   const size = layers ? `${counted(layers, "layer")} of ${counted(heads, "head")}, ` : "";
@@ -38,7 +38,7 @@ function buildTitle() {
 }
 
 const sent = JSON.parse($("data").textContent);
-if (sent.live) startLive(sent);
+if (sent.computes) startComputing(sent);
 else {
   Object.assign(chosen, goTo(Math.floor((sent.tokens.length - 1) / 2)));
   show(sent);
