@@ -13,6 +13,7 @@ import jax
 LEAST_POINTS = 3
 """Two points always lie on a line; the third shows whether it is the right one."""
 MOST_FACTORS = 3
+"""The limit of open sizes in a product: all scores of attention are `b*t*t`, times the heads."""
 MOST_DIVISOR = 128
 _COUNT = " arrays"
 """The end of a text that counts the arrays in a tree, such as `5 arrays`."""
@@ -50,13 +51,17 @@ def name_sizes(trees: Iterable[Any], symbols: Mapping[str, Sequence[int]]) -> Na
         leaves.append(jax.tree.leaves(tree))
         points.append(point)
         names = _expressions_of_leaves(leaves, points, symbols)
-        are_clear = all(len(expressions) == 1 for expressions in names.values())
-        if len(points) >= LEAST_POINTS and are_clear:
-            break
+        if len(points) >= LEAST_POINTS and _are_clear(names):
+            break  # each further tree would be one more trace
     named = []
     for values in zip(*leaves, strict=True):
         named.append(_name(values, names))
     return NamedSizes(jax.tree.unflatten(structure, named), other_points)
+
+
+def _are_clear(names: Mapping[tuple[int, ...], set[str]]) -> bool:
+    """Return whether each size has exactly one expression."""
+    return all(len(expressions) == 1 for expressions in names.values())
 
 
 def _expressions_of_leaves(
@@ -65,11 +70,15 @@ def _expressions_of_leaves(
     """Return the expressions that fit each size that differs between points."""
     symbols_at_points = {}
     for name, numbers in symbols.items():
-        symbols_at_points[name] = tuple(numbers[point] for point in points)
+        symbols_at_points[name] = [numbers[point] for point in points]
     names = {}
-    for values in set(zip(*leaves, strict=True)):
+    different_leaves = set(zip(*leaves, strict=True))  # many leaves have the same sizes
+    for values in different_leaves:
         sizes = _sizes(values)
-        if sizes is not None and len(set(sizes)) > 1:
+        if sizes is None:
+            continue
+        is_open = len(set(sizes)) > 1
+        if is_open:
             names[sizes] = fitting_expressions(sizes, symbols_at_points)
     return names
 
@@ -88,11 +97,13 @@ def _sizes(values: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 
 def _name(values: tuple[Any, ...], names: Mapping[tuple[int, ...], set[str]]) -> Any:
+    """Return the value of a leaf at the first point, or the one expression for its size."""
     first = values[0]
-    if all(value == first for value in values):
+    is_the_same = values.count(first) == len(values)
+    if is_the_same:
         return first
-    sizes = _sizes(values)
     expressions: set[str] = set()
+    sizes = _sizes(values)
     if sizes is not None:
         expressions = names[sizes]
     name = "?"
@@ -113,55 +124,74 @@ def fitting_expressions(sizes: Sequence[int], symbols: Mapping[str, Sequence[int
     numbers to find, so they need four points, and are tried where nothing simpler fits.
     """
     found = set()
-    single_products = {}
-    for product in _products(symbols):
-        values = _values(product, symbols)
-        line = _fitting_line("*".join(product), values, sizes)
+    values_of_products = {}
+    for factors in _products(symbols):
+        product = "*".join(factors)
+        values = _product_values(factors, symbols)
+        line = _fitting_line(product, values, sizes)
         if line is not None:
             found.add(line)
         # A quotient of a square is rare, and it is often like a size where sizes are small.
-        if len(set(product)) == len(product):
-            single_products["*".join(product)] = values
-    for product, values in single_products.items():
+        is_square = len(set(factors)) < len(factors)
+        if not is_square:
+            values_of_products[product] = values
+    for product, values in values_of_products.items():
         found |= _fitting_quotients(product, values, sizes)
-    if not found and len(sizes) > LEAST_POINTS:
-        for one, other in itertools.combinations(single_products, 2):
-            plane = _fitting_plane(one, single_products[one], other, single_products[other], sizes)
-            if plane is not None:
-                found.add(plane)
+    if found or len(sizes) <= LEAST_POINTS:
+        return found
+    for first, second in itertools.combinations(values_of_products, 2):
+        first_values = values_of_products[first]
+        second_values = values_of_products[second]
+        plane = _fitting_plane(first, first_values, second, second_values, sizes)
+        if plane is not None:
+            found.add(plane)
     return found
 
 
 def _products(symbols: Mapping[str, Sequence[int]]) -> list[tuple[str, ...]]:
-    """Return the products of up to three open sizes."""
-    open_sizes = [name for name, numbers in symbols.items() if len(set(numbers)) > 1]
+    """Return the factors of the products of up to three open sizes."""
+    open_sizes = []
+    for name, numbers in symbols.items():
+        # A size that is the same at all points explains no difference.
+        if len(set(numbers)) > 1:
+            open_sizes.append(name)
     products: list[tuple[str, ...]] = []
-    for factors in range(1, MOST_FACTORS + 1):
-        products += itertools.combinations_with_replacement(open_sizes, factors)
+    for count in range(1, MOST_FACTORS + 1):
+        products += itertools.combinations_with_replacement(open_sizes, count)
     return products
 
 
-def _values(product: tuple[str, ...], symbols: Mapping[str, Sequence[int]]) -> list[int]:
+def _product_values(factors: tuple[str, ...], symbols: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the values of a product at all points."""
+    numbers_of_factors = [symbols[name] for name in factors]
     values = []
-    for numbers in zip(*(symbols[name] for name in product), strict=True):
+    for numbers in zip(*numbers_of_factors, strict=True):
         values.append(math.prod(numbers))
     return values
 
 
 def _fitting_line(product: str, values: Sequence[int], sizes: Sequence[int]) -> str | None:
     """Return such an expression as `2*t-1`, if it has the sizes for the values of a product."""
+    slope = _slope(values, sizes)
+    if slope == 0:
+        return None
+    constant = sizes[0] - slope * values[0]
+    for value, size in zip(values, sizes, strict=True):
+        if size != slope * value + constant:
+            return None
+    return _sum_text([(slope, product), (constant, "")])
+
+
+def _slope(values: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the slope of the line through two points, or 0 if it is no integer."""
     for value, size in zip(values, sizes, strict=True):
         if value == values[0]:
-            continue
+            continue  # a line needs two values of the product
         slope, rest = divmod(size - sizes[0], value - values[0])
-        if slope == 0 or rest != 0:
-            return None
-        constant = sizes[0] - slope * values[0]
-        if list(sizes) != [slope * value + constant for value in values]:
-            return None
-        return _sum_text([(slope, product), (constant, "")])
-    return None  # the product is the same at all points
+        if rest != 0:
+            return 0
+        return slope
+    return 0
 
 
 def _fitting_quotients(product: str, values: Sequence[int], sizes: Sequence[int]) -> set[str]:
@@ -175,7 +205,7 @@ def _fitting_quotients(product: str, values: Sequence[int], sizes: Sequence[int]
         for divisor in range(2, MOST_DIVISOR + 1):
             # The quotient rounded down, rounded up, and that of one less.
             for constant in {0, divisor - 1, -1}:
-                if quotients != [(value + constant) // divisor for value in values]:
+                if not _are_quotients(quotients, values, constant, divisor):
                     continue
                 dividend = _sum_text([(1, product), (constant, "")])
                 if constant != 0:
@@ -187,6 +217,17 @@ def _fitting_quotients(product: str, values: Sequence[int], sizes: Sequence[int]
     return found
 
 
+def _are_quotients(
+    quotients: Sequence[int], values: Sequence[int], constant: int, divisor: int
+) -> bool:
+    """Return whether each quotient is `(value + constant) // divisor`."""
+    # It is called for 127 divisors of each factor, so it ends at the first that differs.
+    for quotient, value in zip(quotients, values, strict=True):
+        if quotient != (value + constant) // divisor:
+            return False
+    return True
+
+
 def _fitting_plane(
     first: str,
     first_values: Sequence[int],
@@ -196,29 +237,30 @@ def _fitting_plane(
 ) -> str | None:
     """Return such an expression as `b*t+2*b` with the given sizes, for the values of two
     products."""
-    rows = []
-    for point in (1, 2):
-        rows.append(
-            (
-                first_values[point] - first_values[0],
-                second_values[point] - second_values[0],
-                sizes[point] - sizes[0],
-            )
-        )
-    (a, b, size), (c, d, other_size) = rows
-    # Cramer's rule for two equations.
+    # From one point to another the constant cancels, so three points are two equations for the
+    # two slopes, a * x + b * y = e and c * x + d * y = f, which Cramer's rule solves.
+    a, c = _differences(first_values)
+    b, d = _differences(second_values)
+    e, f = _differences(sizes)
     determinant = a * d - b * c
     if determinant == 0:
         return None
-    first_slope, first_rest = divmod(size * d - b * other_size, determinant)
-    second_slope, second_rest = divmod(a * other_size - size * c, determinant)
-    if first_rest != 0 or second_rest != 0 or 0 in (first_slope, second_slope):
+    first_slope, first_rest = divmod(e * d - b * f, determinant)
+    second_slope, second_rest = divmod(a * f - e * c, determinant)
+    if first_rest != 0 or second_rest != 0:
+        return None
+    if first_slope == 0 or second_slope == 0:  # that is a line
         return None
     constant = sizes[0] - first_slope * first_values[0] - second_slope * second_values[0]
-    for one, other, expected in zip(first_values, second_values, sizes, strict=True):
-        if first_slope * one + second_slope * other + constant != expected:
+    for value, other_value, size in zip(first_values, second_values, sizes, strict=True):
+        if size != first_slope * value + second_slope * other_value + constant:
             return None
     return _sum_text([(first_slope, first), (second_slope, second), (constant, "")])
+
+
+def _differences(values: Sequence[int]) -> tuple[int, int]:
+    """Return how far the second and the third value are from the first."""
+    return values[1] - values[0], values[2] - values[0]
 
 
 def _sum_text(terms: list[tuple[int, str]]) -> str:
