@@ -347,6 +347,12 @@ class Look:
         """Return the model with other weights."""
         return nnx.merge(self._graph, weights)
 
+    def with_named_weights(self, named: Mapping[str, Any]) -> "Look":
+        """Return the same model with other weights, by the names of `named_weights`."""
+        structure = jax.tree.structure(self.weights)
+        weights = jax.tree.unflatten(structure, [named[name] for name in self.named_weights()])
+        return Look(self.model_with(weights), self.tokenizer, self.name, like=self)
+
     def traced_arrays(self, weights: Any, inputs: dict[str, Any]) -> list[Any]:
         """Return the arrays of a forward pass with the changes in the inputs; the logits are the
         last."""

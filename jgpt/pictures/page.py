@@ -20,7 +20,7 @@ from jgpt.pictures.model import page_model, require_primitives
 from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
-from jgpt.pictures.weights import pack_json, pack_weights
+from jgpt.pictures.weights import PackedWeights, pack_json, pack_weights
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
@@ -213,14 +213,13 @@ class ModelPages:
         weights = pack_weights(look.named_weights())
         anatomy = look.anatomy
         worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
-        # From JAX, for the page to say how close its own numbers are.
-        expected = text.numbers["log_probabilities"][-1]
         data = {
             "name": look.name,
             "computes": True,
             "text": text.text,
             "prompt": text.prompt,
-            "expected": np.ravel(expected).tolist(),
+            "expected": _last_log_probabilities(text.numbers),
+            "expected_unpacked": self._expected_unpacked(look, text, weights),
             "precision": weights.precision,
             "paths": {
                 "heads": anatomy.head_outputs,
@@ -237,6 +236,20 @@ class ModelPages:
         # The worker's script is text in the page, which the browser runs from memory.
         policy = "connect-src 'none'; worker-src blob:"
         return page_of(data, policy=policy, libraries=("tokenizer",))
+
+    def _expected_unpacked(
+        self, look: Look, text: FirstText, weights: PackedWeights
+    ) -> list[float] | None:
+        """Return what JAX computes with the weights of the page, if they are rounded."""
+        if weights.precision == "float32":
+            return None
+        rounded = look.with_named_weights(weights.unpacked)
+        return _last_log_probabilities(rounded(text.tokens, text.prompt))
+
+
+def _last_log_probabilities(numbers: dict[str, Any]) -> list[float]:
+    """Return those of the model's own predictions, for a page to say how close its own are."""
+    return np.ravel(numbers["log_probabilities"][-1]).tolist()
 
 
 def _script(name: str) -> str:

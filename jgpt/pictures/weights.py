@@ -10,8 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jgpt.nn.int8 import quantise
+
 MOST_FULL_BYTES = 8_000_000
 """The limit of weights in float32; larger ones have 16 bits."""
+MOST_HALF_BYTES = 64_000_000
+"""The limit of weights in 16 bits; larger ones are in int8."""
+FEWEST_QUANTISED = 1 << 14
+"""The limit of arrays that keep 16 bits beside others in int8: they take little room."""
 COMPRESSION = 6
 """The level of gzip: level 9 took several times as long for the same size within 1%."""
 
@@ -26,6 +32,8 @@ class PackedWeights:
     """The bytes of all arrays, one after the other: little-endian, gzip, base64."""
     precision: str
     """The dtype in which most weights are stored, for the page to say."""
+    unpacked: dict[str, Any]
+    """The arrays that the page makes of them, by name: those that were packed, but for rounding."""
 
     def as_data(self) -> dict[str, Any]:
         """Return what `page/weights.js` unpacks."""
@@ -33,49 +41,91 @@ class PackedWeights:
 
 
 def pack_weights(
-    weights: Mapping[str, Any], most_full_bytes: int = MOST_FULL_BYTES
+    weights: Mapping[str, Any],
+    most_full_bytes: int = MOST_FULL_BYTES,
+    most_half_bytes: int = MOST_HALF_BYTES,
 ) -> PackedWeights:
     """Pack arrays by name; equal arrays are stored once.
 
-    Floats have 32 bits if all weights together are at most `most_full_bytes`, else 16. Those of a
-    model with int8 weights keep their int8.
+    Floats have 32 bits if all weights together are at most `most_full_bytes`, 16 bits if they are
+    at most `most_half_bytes` then, and else 8 bits with scales. Those of a model with int8 weights
+    keep their int8.
     """
     arrays = {name: np.asarray(array) for name, array in weights.items()}
-    total = sum(4 * array.size for array in arrays.values() if _is_float(array))
-    total += sum(array.nbytes for array in arrays.values() if not _is_float(array))
-    is_full = total <= most_full_bytes
+    precision = _precision_for(arrays, most_full_bytes, most_half_bytes)
+    packing = _Packing()
     table = []
-    parts: list[bytes] = []
-    place_of: dict[tuple[str, bytes], int] = {}
-    end = 0
-    precision = "float32" if is_full else "float16"
+    unpacked = {}
     for name, array in arrays.items():
-        stored = array
-        if _is_float(array) and not is_full:
-            stored = _in_16_bits(array)
-        if array.dtype == np.int8:
-            precision = "int8"
-        little_endian = stored.astype(stored.dtype.newbyteorder("<"), copy=False)
-        bytes_ = np.ascontiguousarray(little_endian).tobytes()
-        identity = (stored.dtype.name, bytes_)
-        if identity not in place_of:
-            # Typed arrays of JavaScript begin at a multiple of their entries' size.
-            padding = -end % 4
-            parts.append(bytes(padding))
-            end += padding
-            place_of[identity] = end
-            parts.append(bytes_)
-            end += len(bytes_)
-        row = {
-            "name": name,
-            "shape": array.shape,
-            "dtype": array.dtype.name,
-            "stored": stored.dtype.name,
-            "start": place_of[identity],
-            "bytes": len(bytes_),
-        }
+        row = {"name": name, "shape": array.shape, "dtype": array.dtype.name}
+        if not _is_float(array) or precision == "float32":
+            row |= packing.add(array)
+            unpacked[name] = array
+        elif precision == "int8" and array.ndim > 1 and array.size >= FEWEST_QUANTISED:
+            integers, scales, axis = _in_int8(name, array)
+            row |= packing.add(integers)
+            row["scales"] = packing.add(scales) | {"axis": axis}
+            unpacked[name] = (integers * scales).astype(array.dtype)
+        else:
+            rounded = _in_16_bits(array)
+            row |= packing.add(rounded)
+            unpacked[name] = rounded.astype(array.dtype)
         table.append(row)
-    return PackedWeights(table, _compressed(b"".join(parts)), precision)
+    if any(array.dtype == np.int8 for array in arrays.values()):
+        precision = "int8"
+    return PackedWeights(table, packing.text(), precision, unpacked)
+
+
+def _precision_for(arrays: Mapping[str, Any], most_full_bytes: int, most_half_bytes: int) -> str:
+    floats = sum(array.size for array in arrays.values() if _is_float(array))
+    others = sum(array.nbytes for array in arrays.values() if not _is_float(array))
+    if 4 * floats + others <= most_full_bytes:
+        return "float32"
+    if 2 * floats + others <= most_half_bytes:
+        return "float16"
+    return "int8"
+
+
+class _Packing:
+    """Bytes of arrays, one after the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._place_of: dict[tuple[str, bytes], int] = {}
+        self._end = 0
+
+    def add(self, array: Any) -> dict[str, Any]:
+        """Append an array, unless an equal one is there; return its dtype and its place."""
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        contents = np.ascontiguousarray(little_endian).tobytes()
+        identity = (array.dtype.name, contents)
+        if identity not in self._place_of:
+            # Typed arrays of JavaScript begin at a multiple of their entries' size.
+            padding = -self._end % 4
+            self._parts += [bytes(padding), contents]
+            self._place_of[identity] = self._end + padding
+            self._end += padding + len(contents)
+        start = self._place_of[identity]
+        return {"stored": array.dtype.name, "start": start, "bytes": len(contents)}
+
+    def text(self) -> str:
+        return _compressed(b"".join(self._parts))
+
+
+def _in_int8(name: str, array: Any) -> tuple[Any, Any, int]:
+    """Return an array as integers and scales, and the axis along which a scale is the same.
+
+    A kernel has one scale for each output feature, as `jgpt sample --weights int8` has them. A
+    table of embeddings has one for each row, which are the output features of a tied head.
+    """
+    axis = array.ndim - 2
+    if name.endswith("/embedding"):
+        axis = array.ndim - 1
+    rows = np.moveaxis(array, axis, -1)
+    integers, scales = quantise(jnp.asarray(rows.reshape(-1, rows.shape[-1])))
+    integers = np.moveaxis(np.asarray(integers).reshape(rows.shape), -1, axis)
+    scales = np.expand_dims(np.asarray(scales).reshape(rows.shape[:-1]), axis)
+    return integers, scales, axis
 
 
 def pack_json(values: Any) -> str:

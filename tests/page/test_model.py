@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jgpt.generation.decoding import generate
+from jgpt.nn.int8 import quantise
 from jgpt.pictures.model import page_model
 from jgpt.pictures.numbers import Changes
 from jgpt.pictures.weights import pack_weights
@@ -228,9 +229,44 @@ def test_packed_weights_are_unpacked_in_javascript():
             assert tuple(shape) == weights[name].shape
             expected = weights[name].ravel()
             np.testing.assert_allclose(numbers, expected, rtol=relative, atol=relative / 10)
+            np.testing.assert_array_equal(numbers, packed.unpacked[name].ravel())
     assert [row["start"] for row in full.table] == [0, 28, 0, 36]  # equal arrays are stored once
     assert [row["stored"] for row in small.table] == ["float16", "int8", "float16", "bfloat16"]
     assert full.precision == "int8"
+
+
+@needs_javascript
+def test_large_weights_are_in_int8_with_scales_as_those_of_the_command(monkeypatch):
+    monkeypatch.setattr("jgpt.pictures.weights.FEWEST_QUANTISED", 12)
+    random = np.random.default_rng(3)
+    spread = np.exp(random.standard_normal(5)).astype(np.float32)  # of each output feature
+    weights = {
+        "0/layer/kernel": random.standard_normal((3, 5)).astype(np.float32) * spread,
+        "0/table/embedding": random.standard_normal((5, 3)).astype(np.float32) * spread[:, None],
+        "0/layers/kernel": random.standard_normal((2, 3, 5)).astype(np.float32) * spread,
+        "0/small/kernel": random.standard_normal((2, 5)).astype(np.float32),
+        "0/bias": random.standard_normal(15).astype(np.float32),
+    }
+    packed = pack_weights(weights, most_full_bytes=10, most_half_bytes=10)
+    found = run_unpacking(packed.as_data())
+
+    assert packed.precision == "int8"
+    stored = [row["stored"] for row in packed.table]
+    assert stored == ["int8", "int8", "int8", "float16", "float16"]
+    for name, array in packed.unpacked.items():
+        np.testing.assert_array_equal(found[name][2], array.ravel())
+    rows, scales = quantise(jnp.asarray(weights["0/layer/kernel"].T))
+    expected = (rows * scales[:, None]).T
+    np.testing.assert_array_equal(packed.unpacked["0/layer/kernel"], expected)
+    rows, scales = quantise(jnp.asarray(weights["0/table/embedding"]))
+    np.testing.assert_array_equal(packed.unpacked["0/table/embedding"], rows * scales[:, None])
+    stacked = weights["0/layers/kernel"]
+    for index in range(2):
+        (alone,) = pack_weights({"0/kernel": stacked[index]}, 10, 10).unpacked.values()
+        np.testing.assert_array_equal(packed.unpacked["0/layers/kernel"][index], alone)
+        # Half of a step of its own column, of 127 up to the largest number.
+        half_a_step = np.abs(stacked[index]).max(axis=0) / 127 / 2
+        assert (np.abs(alone - stacked[index]) <= 1.001 * half_a_step).all()
 
 
 @needs_javascript

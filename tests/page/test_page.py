@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from jgpt.pictures import page as page_module
 from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.page import make_page, model_page
 from jgpt.pictures.program import Uncomputable
+from jgpt.pictures.weights import pack_weights
 from tests.browser import CHROMIUM, Page, browser
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
@@ -119,6 +121,38 @@ def test_a_page_says_how_close_it_is_to_jax_and_what_a_change_is_in_python(defau
     assert relative < 1e-5
     expected = Changes(heads={(0, 1): 0.0}, patch=(1, 2, "tests!"))
     assert code.replace('"', "'") == expected.as_code(look.anatomy, "ips/be").replace('"', "'")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
+    precision, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jgpt.pictures.weights.FEWEST_QUANTISED", 1)
+    look = look_of("default preset")
+    most_half_bytes = 10 if precision == "int8" else 1_000_000
+    monkeypatch.setattr(
+        page_module,
+        "pack_weights",
+        lambda weights: pack_weights(weights, 10, most_half_bytes),
+    )
+    html = page_of(look)
+    with opened(tmp_path / "page.html", html) as page:
+        closeness = said(page, "closeness")
+        found = json.loads(page.run(RECORD))["log_probabilities"][-1]
+        errors = page.errors
+
+    unpacked = pack_weights(look.named_weights(), 10, most_half_bytes).unpacked
+    tokens = TOKENIZER.encode(FIRST).tolist()
+    of_rounded = look.with_named_weights(unpacked)(tokens, 4)["log_probabilities"][-1]
+    own = look(tokens, 4)["log_probabilities"][-1]
+    np.testing.assert_allclose(found, of_rounded, rtol=0, atol=2e-5)
+    rounding = np.abs(np.subtract(found, own)).max() / np.abs(own).max()
+    assert f"with weights in {precision}" in closeness
+    assert f"This file of {len(html) / 1e6:.1f} MB" in closeness
+    to_rounded, to_own = re.findall(r"within (\S+) of", closeness)
+    assert float(to_rounded) < 1e-5 < float(to_own)
+    assert float(to_own) == pytest.approx(rounding, rel=0.5)
+    assert errors == []
 
 
 def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path):

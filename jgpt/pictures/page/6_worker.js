@@ -235,15 +235,24 @@ function codeOf({ prompt, heads, blocks, patch }, paths) {
 
 /** Say what the page is, and how far its first numbers are from JAX's, unless a link changes them. */
 function sayHowClose() {
-  const { expected, precision } = first;
-  const sentences = [`This file holds the model, with weights in ${precision}, and computes every `
-    + "number here."];
+  const { expected, expected_unpacked: expectedUnpacked, precision } = first;
+  const contents = [...document.querySelectorAll("script, style")];
+  const megabytes = sum(contents.map(each => each.textContent.length)) / 1e6;
+  const sentences = [`This file of ${megabytes.toFixed(1)} MB holds the model, with weights in `
+    + `${precision}, and computes every number here.`];
   if (data && state.prompt === first.text && !data.before) {
-    const found = data.log_probabilities[depths].flat();
-    const largest = Math.max(...expected.map(Math.abs));
-    const apart = Math.max(...expected.map((x, i) => Math.abs(x - found[i]))) / largest;
-    sentences.push("On the first text its log probabilities are within "
-      + `${apart.toExponential(0)} of JAX's.`);
+    const distance = expectedUnpacked
+      ? `${farthest(expectedUnpacked)} of those that JAX computes with these weights, and within `
+        + `${farthest(expected)} of those with the model's own weights`
+      : `${farthest(expected)} of JAX's`;
+    sentences.push(`On the first text its log probabilities are within ${distance}.`);
   }
   $("closeness").textContent = sentences.join(" ");
+}
+/** The largest difference between the log probabilities here and others, relative to the largest. */
+function farthest(others) {
+  const found = data.log_probabilities[depths].flat();
+  const largest = Math.max(...others.map(Math.abs));
+  const apart = Math.max(...others.map((x, i) => Math.abs(x - found[i]))) / largest;
+  return apart.toExponential(0);
 }
