@@ -197,6 +197,8 @@ def checks(preset: str, traced_presets: Sequence[str]) -> Figures:
     import jax.numpy as jnp
     from flax import nnx
 
+    from jgpt.nn.models import create_model
+
     def timed(name: str, clock: Callable[[], float], function: Any, *arguments: Any) -> Any:
         gc.collect()
         start = clock()
@@ -209,7 +211,7 @@ def checks(preset: str, traced_presets: Sequence[str]) -> Figures:
     compiled = timed("compile", time.perf_counter, tracing.lower().compile)
     take = take_compiled(config, compiled)
     times["step"] = 1e3 * statistics.median(draws(lambda _: take(), 7)) / STEPS
-    model = jgpt.create_model(config.model, rngs=nnx.Rngs(0))
+    model = create_model(config.model, rngs=nnx.Rngs(0))
     tokens = jnp.zeros((config.batch_size, config.model.block_size), jnp.int32)
     eager = draws(lambda _: jax.block_until_ready(model(tokens)), 9)
     times["eager forward"] = 1e3 * statistics.median(eager)

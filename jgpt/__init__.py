@@ -16,11 +16,14 @@ _SUCCESSORS = {
     "Run": "jgpt.fitting.fit.Run",
     "ShapeTrace": "jgpt.shapes.trace.ShapeTrace",
     "TypedCall": "jgpt.shapes.calls.TypedCall",
+    "create_model": "jgpt.nn.models.create_model",
     "current_platform": "jgpt.hardware.current_platform",
     "for_platform": "jgpt.nn.precision.for_platform",
     "load_gpt2": "jgpt.load_hf",
+    "next_token_loss": "jgpt.training.objective.next_token_loss",
     "record": "jgpt.shapes.contract.record",
     "save_gpt2": "jgpt.save_hf",
+    "stream_text": "jgpt.generation.text.stream_text",
     "with_int8_weights": "jgpt.nn.int8.with_int8_weights",
 }
 """Names that were here, and where what they named is now."""

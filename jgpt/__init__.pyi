@@ -6,13 +6,13 @@ from .fitting.evaluate import evaluate
 from .fitting.fit import fit
 from .generation.chat import Chat
 from .generation.decoding import generate
-from .generation.text import generate_text, stream_text
+from .generation.text import generate_text
 from .interop.huggingface import load_hf, save_hf
 from .nn.attention import attend, attention_weights, causal_mask
 from .nn.bigram import BigramLM
 from .nn.heads import Head, MultiHeadAttention
 from .nn.loss import cross_entropy
-from .nn.models import LanguageModel, create_model
+from .nn.models import LanguageModel
 from .nn.transformer import GPT, Block, FeedForward
 from .pictures.page import look
 from .presets import PRESETS, preset
@@ -23,7 +23,7 @@ from .shapes.contract import check, typed
 from .shapes.proofs import prove
 from .shapes.source import annotated_source
 from .shapes.trace import shape_trace
-from .training.objective import Loss, next_token_loss
+from .training.objective import Loss
 from .training.state import init_state
 from .training.step import make_train_steps
 
@@ -55,7 +55,6 @@ __all__ = [
     "capture",
     "causal_mask",
     "check",
-    "create_model",
     "cross_entropy",
     "edit",
     "evaluate",
@@ -69,13 +68,11 @@ __all__ = [
     "load_pretrained",
     "look",
     "make_train_steps",
-    "next_token_loss",
     "preset",
     "prove",
     "save",
     "save_hf",
     "shape_trace",
-    "stream_text",
     "typed",
     "watching",
 ]

@@ -29,8 +29,8 @@ class Chat:
     full.
 
     Messages are encoded without special tokens, so that no text can end a turn or begin another
-    role's turn. `key` and `sampling` mean the same as in `jgpt.stream_text`. Raises ValueError for
-    an invalid parameter, or a tokenizer without ChatML's tokens.
+    role's turn. `key` and `sampling` mean the same as in `jgpt.generate_text`. Raises ValueError
+    for an invalid parameter, or a tokenizer without ChatML's tokens.
     """
 
     @typed

@@ -30,7 +30,13 @@ def generate_text(
 ) -> Texts:
     """Return the continuation of one prompt, or the continuations of several, without the prompts.
 
-    Arguments and errors are those of `stream_text`.
+    Several prompts are sampled as one batch. `sampling` are the parameters of `jgpt.generate`. A
+    text ends before the `stop` string that is complete first, or after `max_new_tokens`; sampling
+    ends when all texts have. A stop string may span tokens, but not begin in the prompt. An empty
+    prompt stands for the beginning of a text if the tokenizer has a token for that, else for a
+    newline. `key` is the PRNG key for sampling, by default that of seed 0. Raises ValueError for no
+    prompts, an empty stop string, a prompt that the tokenizer can't encode, or an invalid sampling
+    parameter.
     """
     pieces: Any = stream_text(
         model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling
@@ -51,14 +57,10 @@ def stream_text(
     stop: str | tuple[str, ...] = (),
     **sampling: Any,
 ) -> Iterator[Texts]:
-    """Stream the continuation of one prompt, or of several that are sampled as one batch.
+    """Yield what `jgpt.generate_text` returns, piece by piece as it is sampled.
 
-    `sampling` are the parameters of `jgpt.generate`. A text ends before the `stop` string that is
-    complete first, or after `max_new_tokens`; sampling ends when all texts have. A stop string may
-    span tokens, but not begin in the prompt. An empty prompt stands for the beginning of a text if
-    the tokenizer has a token for that, else for a newline. `key` is the PRNG key for sampling, by
-    default that of seed 0. Raises ValueError for no prompts, an empty stop string, a prompt that
-    the tokenizer can't encode, or an invalid sampling parameter.
+    For several prompts, each item has a piece of every text. Arguments and errors are those of
+    `jgpt.generate_text`.
     """
     texts = prompts
     if isinstance(prompts, str):

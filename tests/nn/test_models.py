@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jgpt import ModelConfig, create_model
+from jgpt import ModelConfig
 from jgpt.nn.costs import flops_per_token, parts_of
-from jgpt.nn.models import abstract_model
+from jgpt.nn.models import abstract_model, create_model
 from tests.models import FAMILIES, config_of
 
 MODERN = config_of("modern")

@@ -17,9 +17,10 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, create_model, fit, load
+from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, fit, load
 from jgpt.fitting.resume import require_same_run
 from jgpt.nn import models
+from jgpt.nn.models import create_model
 from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as checkpoints_module
 from jgpt.runs.checkpoints import Checkpoints, RunDirectory

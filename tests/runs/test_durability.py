@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, TrainConfig, create_model, durable, fit, load
+from jgpt import CharTokenizer, ModelConfig, TrainConfig, durable, fit, load
+from jgpt.nn.models import create_model
 from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory

@@ -12,6 +12,7 @@ from flax import nnx
 import jgpt
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.directory import RunDirectory
+from jgpt.training.objective import next_token_loss
 from tests.commands import jgpt as command
 from tests.commands import refused
 from tests.runs.test_trackers import events_of
@@ -21,7 +22,7 @@ def with_metrics(config):
     """An objective with metrics, one of which is not finite at some steps."""
 
     def objective(model, batch, rngs):
-        loss = jgpt.next_token_loss(model, batch, rngs).value
+        loss = next_token_loss(model, batch, rngs).value
         odd = batch.tokens.sum() % 2.0
         metrics = {"mine/half": loss / 2, "mine/odd": odd, "undefined": 1 / odd}
         return jgpt.Loss(loss, metrics=metrics)
@@ -118,11 +119,12 @@ def test_a_model_whose_parts_cannot_be_read_leaves_no_directory(config, tmp_path
 
 FILE = """
 import jgpt
+from jgpt.training.objective import next_token_loss
 
 
 def z(config):
     def objective(model, batch, rngs):
-        loss = jgpt.next_token_loss(model, batch, rngs).value
+        loss = next_token_loss(model, batch, rngs).value
         return jgpt.Loss(loss, metrics={"mine/half": loss / 2})
 
     return objective
@@ -130,7 +132,7 @@ def z(config):
 
 def taken(config):
     def objective(model, batch, rngs):
-        loss = jgpt.next_token_loss(model, batch, rngs).value
+        loss = next_token_loss(model, batch, rngs).value
         return jgpt.Loss(loss, metrics={"update_ratios/mine": loss})
 
     return objective

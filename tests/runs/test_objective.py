@@ -16,13 +16,14 @@ from tests.commands import refused
 FILE = """
 import jax.numpy as jnp
 import jgpt
+from jgpt.training.objective import next_token_loss
 
 
 def distillation(config):
     teacher = jgpt.GPT(config.model, rngs=jgpt_rngs(5))
 
     def objective(model, batch, rngs):
-        loss = jgpt.next_token_loss(model, batch, rngs).value
+        loss = next_token_loss(model, batch, rngs).value
         difference = jnp.square(model(batch.inputs) - teacher(batch.inputs)).mean()
         return jgpt.Loss(loss + 0.1 * difference, metrics={"distance/teacher": difference})
 

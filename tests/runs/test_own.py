@@ -21,8 +21,9 @@ from jgpt.config import TrainConfig
 from jgpt.fields import Code, from_json, to_json
 from jgpt.fitting.evaluate import evaluate
 from jgpt.fitting.stopping import TrainingStopped
+from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
-from jgpt.nn.models import weight_dimensions, weights_of
+from jgpt.nn.models import create_model, weight_dimensions, weights_of
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.manifest import sha256_of
@@ -143,7 +144,7 @@ def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
 def test_what_a_model_lacks_is_said_by_name():
     def refusal(make) -> str:
         with pytest.raises(ValueError, match=r".") as caught:
-            jgpt.create_model(jgpt.ModelConfig(vocab_size=11, make=make), rngs=nnx.Rngs(0))
+            create_model(jgpt.ModelConfig(vocab_size=11, make=make), rngs=nnx.Rngs(0))
         return str(caught.value)
 
     def of(**attributes):
@@ -209,7 +210,7 @@ def test_the_natural_session(sums):
     assert text[:3] == "bad"
     assert jgpt.generate_text(sums, tokenizer, "bad", 9, key=key) == text[3:]
     assert jgpt.generate_text(sums, tokenizer, ("bad",), 9, key=key) == (text[3:],)
-    assert "".join(jgpt.stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])) == text[3:5]
+    assert "".join(stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])) == text[3:5]
     drawn = jgpt.generate_text(sums, tokenizer, "bad", 9)
     assert drawn == jgpt.generate_text(sums, tokenizer, "bad", 9, key=jax.random.key(0))
 
@@ -257,7 +258,7 @@ def test_the_new_model_is_jgpts_own(template):
     config = jgpt.ModelConfig(vocab_size=23, block_size=9, num_layers=3, num_heads=2, embed_dim=20)
     own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
     model: Any
-    model, ours = (jgpt.create_model(it, rngs=nnx.Rngs(0)) for it in (own, config))
+    model, ours = (create_model(it, rngs=nnx.Rngs(0)) for it in (own, config))
     random = np.random.default_rng(2)
     tokens = jnp.asarray(random.integers(23, size=(4, 7)))
     weights = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
@@ -292,7 +293,7 @@ def test_the_new_model_is_jgpts_own(template):
 def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
     config = jgpt.ModelConfig(vocab_size=230, num_layers=3, num_heads=2, embed_dim=200, dropout=0.5)
     own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
-    model: Any = jgpt.create_model(own, rngs=nnx.Rngs(0))
+    model: Any = create_model(own, rngs=nnx.Rngs(0))
     assert 1 < flops_per_token(own) / flops_per_token(config) < 1.1
     small = 0.02 / 6**0.5
     for kernel, std in (
@@ -558,7 +559,7 @@ def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):
     config = jgpt.TrainConfig(model=model, optimizer=optimizer)
 
     def groups(config):
-        weights = weights_of(jgpt.create_model(config.model, rngs=nnx.Rngs(0)))
+        weights = weights_of(create_model(config.model, rngs=nnx.Rngs(0)))
         labels = partition(optimizer, weights, weight_dimensions(config.model))
         sizes: Counter[str] = Counter()
         for label, leaf in zip(jax.tree.leaves(labels), jax.tree.leaves(weights), strict=True):

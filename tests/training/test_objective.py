@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig, next_token_loss
+from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.stacking import model_merger
 from jgpt.training.custom_objective import (
     first_loss,
@@ -20,7 +20,7 @@ from jgpt.training.custom_objective import (
     require_pure,
     split_arrays,
 )
-from jgpt.training.objective import target_losses
+from jgpt.training.objective import next_token_loss, target_losses
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
 from tests.quick import only

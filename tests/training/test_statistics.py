@@ -15,6 +15,7 @@ from jgpt.data.batch import Batch
 from jgpt.data.batches import batches
 from jgpt.nn.stacking import model_merger
 from jgpt.parallel.mesh import use_mesh
+from jgpt.training.objective import next_token_loss
 from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.statistics import is_statistic, part_of
 from jgpt.training.step import make_train_steps
@@ -68,7 +69,7 @@ def test_gradient_norms_and_update_ratios_are_those_by_hand():
     merge = model_merger(CONFIG.model)
 
     def loss_of(weights):
-        return jgpt.next_token_loss(merge(weights), Batch(windows[0])).value
+        return next_token_loss(merge(weights), Batch(windows[0])).value
 
     gradients: Any = jax.grad(loss_of)(before)
     after, metrics = make_train_steps(CONFIG)(state, windows, dropout_stream(CONFIG.seed), 1, 0)
@@ -232,7 +233,7 @@ def test_a_model_whose_parts_cannot_be_read_is_refused(make, message):
 def test_an_objective_s_metric_may_not_have_the_name_of_a_statistic():
     def make(config):
         def objective(model, batch, rngs):
-            loss = jgpt.next_token_loss(model, batch, rngs).value
+            loss = next_token_loss(model, batch, rngs).value
             return jgpt.Loss(loss, metrics={"gradient_norms/mine": loss})
 
         return objective
