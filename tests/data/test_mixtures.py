@@ -9,34 +9,48 @@ from jgpt.data.dataset import load_dataset
 from jgpt.data.mixture import Share
 
 SHARES = (Share("a", 50, 3.0), Share("b", 31, 1.0))
+LONGER = "abc" * 40
+SHORTER = "xyz" * 20
 
 
 @pytest.fixture
 def texts(tmp_path) -> tuple[str, str]:
-    (tmp_path / "a.txt").write_text("abc" * 40)
-    (tmp_path / "b.txt").write_text("xyz" * 20)
-    return str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
+    longer = tmp_path / "a.txt"
+    shorter = tmp_path / "b.txt"
+    longer.write_text(LONGER)
+    shorter.write_text(SHORTER)
+    return str(longer), str(shorter)
+
+
+def drawn(tokens, seed, first_step, num_steps, batch_size):
+    """Windows of 7 tokens and the next one of each, as an array of NumPy."""
+    windows = batches(tokens, seed, first_step, num_steps, batch_size, 7, shares=SHARES)
+    return np.asarray(windows)
 
 
 def test_windows_are_drawn_by_weights_and_stay_inside_a_text():
-    tokens = np.concatenate([np.zeros(50, np.uint8), np.ones(31, np.uint8)])
-    windows = np.asarray(batches(tokens, 5, 0, 40, 25, 7, shares=SHARES))
+    tokens = np.repeat(np.array([0, 1], np.uint8), [50, 31])
 
-    assert (windows.min(axis=-1) == windows.max(axis=-1)).all()  # none has both
+    windows = drawn(tokens, seed=5, first_step=0, num_steps=40, batch_size=25)
+    starts = np.asarray(mixed_starts(5, 0, 40, SHARES, 25, 7))
+
+    # none has tokens of both
+    np.testing.assert_array_equal(windows.min(axis=-1), windows.max(axis=-1))
     # 1000 windows, each of the second text with probability 1/4: the deviation is 0.0137
     assert windows[..., 0].mean() == pytest.approx(0.25, abs=0.05)
-    starts = np.asarray(mixed_starts(5, 0, 40, SHARES, 25, 7))
-    assert (starts.min(), starts.max()) == (0, 50 + 31 - 8)
+    assert starts.min() == 0
+    assert starts.max() == 50 + 31 - 8
 
 
 def test_a_step_has_the_same_windows_however_steps_are_grouped():
     tokens = np.arange(81, dtype=np.uint8)
-    whole = np.asarray(batches(tokens, 5, 0, 6, 4, 7, shares=SHARES))
-    later = np.asarray(batches(tokens, 5, 4, 2, 4, 7, shares=SHARES))
-    other_seed = np.asarray(batches(tokens, 6, 4, 2, 4, 7, shares=SHARES))
 
-    assert (whole[4:] == later).all()
-    assert (other_seed != later).any()
+    all_steps = drawn(tokens, seed=5, first_step=0, num_steps=6, batch_size=4)
+    last_steps = drawn(tokens, seed=5, first_step=4, num_steps=2, batch_size=4)
+    other_seed = drawn(tokens, seed=6, first_step=4, num_steps=2, batch_size=4)
+
+    np.testing.assert_array_equal(all_steps[4:], last_steps)
+    assert not np.array_equal(other_seed, last_steps)
 
 
 def test_a_mixture_has_the_splits_of_each_text_and_one_vocabulary(texts):
@@ -45,26 +59,32 @@ def test_a_mixture_has_the_splits_of_each_text_and_one_vocabulary(texts):
 
     dataset = load_dataset(config, 5)
 
-    decode = dataset.tokenizer.decode
-    assert decode(dataset.train) == ("abc" * 40)[:84] + ("xyz" * 20)[:42]
-    assert decode(dataset.validation) == ("abc" * 40)[84:108] + ("xyz" * 20)[42:54]
-    assert decode(dataset.test) == ("abc" * 40)[108:] + ("xyz" * 20)[54:]
+    train = dataset.tokenizer.decode(dataset.train)
+    validation = dataset.tokenizer.decode(dataset.validation)
+    test = dataset.tokenizer.decode(dataset.test)
+    assert train == LONGER[:84] + SHORTER[:42]
+    assert validation == LONGER[84:108] + SHORTER[42:54]
+    assert test == LONGER[108:] + SHORTER[54:]
     assert dataset.shares == (Share(a, 84, 3.0), Share(b, 42, 0.5))
 
 
 def test_other_weights_are_another_text(texts):
     a, b = texts
-    known = load_dataset(DataConfig((f"{a}=3", f"{b}=1")), 5).text
+    config = DataConfig((f"{a}=3", f"{b}=1"))
+    other_weights = DataConfig((f"{a}=2", f"{b}=1"))
+    known = load_dataset(config, 5).text
 
-    load_dataset(DataConfig((f"{a}=3", f"{b}=1")), 5, known=known)
+    load_dataset(config, 5, known=known)
+
     with pytest.raises(ValueError, match="the text has changed since the run was trained"):
-        load_dataset(DataConfig((f"{a}=2", f"{b}=1")), 5, known=known)
+        load_dataset(other_weights, 5, known=known)
 
 
 def test_a_file_may_have_a_name_like_a_weight(tmp_path):
-    (tmp_path / "a=1").write_text("ab" * 40)
+    path = tmp_path / "a=1"
+    path.write_text("ab" * 40)
 
-    dataset = load_dataset(DataConfig((str(tmp_path / "a=1"),)), 5)
+    dataset = load_dataset(DataConfig((str(path),)), 5)
 
     assert dataset.shares == ()
 

@@ -19,40 +19,59 @@ LENGTHS = (4, 2, 5)
 
 
 def test_a_mask_may_have_any_leading_axes():
-    query, key, value = (normal(seed, 3, 2, 5, 7) for seed in range(3))
-    masks = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.6, (3, 1, 5, 5)))
-    masks = masks | np.eye(5, dtype=bool)
+    query = normal(0, 3, 2, 5, 7)
+    key = normal(1, 3, 2, 5, 7)
+    value = normal(2, 3, 2, 5, 7)
+    chosen = jax.random.bernoulli(jax.random.key(3), 0.6, (3, 1, 5, 5))
+    masks = chosen | jnp.eye(5, dtype=bool)  # a row without any key has no weights
 
-    found = attend(query, key, value, jnp.asarray(masks))
+    found = attend(query, key, value, masks)
 
     for row in range(3):
-        alone = attend(query[row], key[row], value[row], jnp.asarray(masks[row, 0]))
+        alone = attend(query[row], key[row], value[row], masks[row, 0])
         np.testing.assert_allclose(found[row], alone, rtol=1e-6)
-    first = attend(query, key, value, jnp.asarray(masks[0, 0]))
-    assert not np.allclose(found, first, rtol=1e-3)  # the control
+    # JAX has the heads after the time
     expected = jax.nn.dot_product_attention(
-        *(x.swapaxes(1, 2) for x in (query, key, value)), mask=jnp.asarray(masks)
+        query.swapaxes(1, 2),
+        key.swapaxes(1, 2),
+        value.swapaxes(1, 2),
+        mask=masks,
     )
     np.testing.assert_allclose(found, expected.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+    # the control: the first mask alone gives something else
+    with_first_mask = attend(query, key, value, masks[0, 0])
+    assert not np.allclose(found, with_first_mask, rtol=1e-3)
+
+
+def test_a_mask_of_another_batch_is_refused():
+    query = normal(0, 3, 2, 5, 7)
+    key = normal(1, 3, 2, 5, 7)
+    masks = jnp.ones((2, 1, 5, 5), bool)
+
     with pytest.raises((TypeError, ValueError)):
-        attention_weights(query, key, jnp.ones((2, 1, 5, 5), bool))
+        attention_weights(query, key, masks)
 
 
 @pytest.mark.parametrize("leading", [(4, 1), (1, 3, 1), (2,)])
 def test_a_mask_whose_leading_axes_do_not_fit_is_named(leading):
     x = jnp.ones((3, 7, 5, 4))
-    message = rf"^mask has the leading axes {re.escape(str(leading))}, .* queries, \(3, 7\)$"
+    mask = jnp.ones((*leading, 5, 5), bool)
+    shape = re.escape(str(leading))
+    message = rf"^mask has the leading axes {shape}, .* queries, \(3, 7\)$"
 
     with pytest.raises(ValueError, match=message):
-        attend(x, x, x, jnp.ones((*leading, 5, 5), bool))
+        attend(x, x, x, mask)
 
 
 def test_masks_and_positions_of_documents():
     documents = jnp.asarray([[5, 5, 9, 9, 9, 5]])
 
-    assert positions_in_documents(documents).tolist() == [[0, 1, 0, 1, 2, 0]]
-    same = np.asarray(document_mask(documents))[0, 0]
-    assert same[4].tolist() == [False, False, True, True, True, False]
+    positions = positions_in_documents(documents)
+    mask = document_mask(documents)
+
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
+    of_the_fifth = mask[0, 0, 4]
+    assert of_the_fifth.tolist() == [False, False, True, True, True, False]
 
 
 QUICK = {("modern", None)}
@@ -67,37 +86,52 @@ def test_each_document_is_computed_as_if_it_were_alone(family, change):
     changes = {change: True} if change else {}
     model = random_gpt(family, **changes)
     tokens = tokens_of(1, batch=1)
-    documents = jnp.asarray(np.repeat(range(3), LENGTHS)[None])
+    numbers = np.repeat([0, 1, 2], LENGTHS)
+    documents = jnp.asarray(numbers[None])
     graph, weights = nnx.split(model)
 
-    def packed(weights, documents):
-        return nnx.merge(graph, weights).hidden(tokens, documents=documents)
+    def in_one_window(weights):
+        model = nnx.merge(graph, weights)
+        return model.hidden(tokens, documents=documents)
 
-    def apart(weights):
+    def crossing_documents(weights):
+        model = nnx.merge(graph, weights)
+        return model.hidden(tokens)
+
+    def one_by_one(weights):
+        model = nnx.merge(graph, weights)
         states = []
         start = 0
         for length in LENGTHS:
             document = tokens[:, start : start + length]
-            states.append(nnx.merge(graph, weights).hidden(document))
+            states.append(model.hidden(document))
             start += length
         return jnp.concatenate(states, axis=1)
 
-    def with_gradients(states, weights):
-        def summed(weights):
-            found = states(weights)
-            return jnp.sin(found).sum(), found
+    expected, expected_gradients = with_gradients(one_by_one, weights)
+    found, gradients = with_gradients(in_one_window, weights)
 
-        (_, found), gradients = compiled(jax.value_and_grad(summed, has_aux=True), weights)
-        return found, gradients
-
-    expected, of_apart = with_gradients(apart, weights)
-    found, of_packed = with_gradients(lambda weights: packed(weights, documents), weights)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    # the control: attention that crosses documents computes something else
-    crossing = compiled(packed, weights, None)
-    assert np.abs(crossing - expected)[:, LENGTHS[0] :].max() > 1e-2
-    for one, other in zip(jax.tree.leaves(of_packed), jax.tree.leaves(of_apart), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4)
+    leaves = jax.tree.leaves(gradients)
+    expected_leaves = jax.tree.leaves(expected_gradients)
+    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=2e-3, atol=2e-4)
+    # the control: attention that crosses documents computes something else after the first
+    crossing = compiled(crossing_documents, weights)
+    after_the_first = np.abs(crossing - expected)[:, LENGTHS[0] :]
+    assert after_the_first.max() > 1e-2
+
+
+def with_gradients(states_of, weights):
+    """States, and the gradients of the sum of their sines."""
+
+    def summed(weights):
+        states = states_of(weights)
+        return jnp.sin(states).sum(), states
+
+    differentiate = jax.value_and_grad(summed, has_aux=True)
+    (_, states), gradients = compiled(differentiate, weights)
+    return states, gradients
 
 
 def test_attention_takes_a_mask_beside_its_causal_one():
@@ -105,20 +139,26 @@ def test_attention_takes_a_mask_beside_its_causal_one():
     attention = MultiHeadAttention(config, rngs=nnx.Rngs(0))
     x = normal(1, 2, 6, config.embed_dim)
     everything = jnp.ones((6, 6), bool)
+    itself = jnp.eye(6, dtype=bool)
 
-    np.testing.assert_allclose(attention(x, mask=everything), attention(x), rtol=1e-5, atol=1e-6)
-    itself = attention(x, mask=jnp.eye(6, dtype=bool))
-    alone = attention(x.reshape(12, 1, -1)).reshape(x.shape)
-    np.testing.assert_allclose(itself, alone, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(itself, attention(x), rtol=1e-3)
+    without = attention(x)
+    with_everything = attention(x, mask=everything)
+    with_itself = attention(x, mask=itself)
+
+    np.testing.assert_allclose(with_everything, without, rtol=1e-5, atol=1e-6)
+    alone = attention(x.reshape(12, 1, -1))
+    np.testing.assert_allclose(with_itself, alone.reshape(x.shape), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(with_itself, without, rtol=1e-3)
 
 
 def test_a_cache_has_no_documents():
     model = random_gpt("gpt2")
     tokens = tokens_of(1, batch=1)[:, :3]
+    cache = model.empty_cache(1)
+    documents = jnp.zeros((1, 3), jnp.int32)
 
     with pytest.raises(ValueError, match="continues one document: give cache or documents"):
-        model.hidden(tokens, cache=model.empty_cache(1), documents=jnp.zeros((1, 3), jnp.int32))
+        model.hidden(tokens, cache=cache, documents=documents)
 
 
 def test_without_documents_a_block_of_one_s_own_needs_no_mask():
@@ -135,7 +175,8 @@ def test_without_documents_a_block_of_one_s_own_needs_no_mask():
     own: Any = random_gpt("gpt2")
     own.blocks = nnx.List(Plain(block) for block in own.blocks)
     tokens = tokens_of(1, batch=1)
+    documents = jnp.zeros(tokens.shape, jnp.int32)
 
-    assert np.array_equal(own(tokens), plain(tokens))
+    np.testing.assert_array_equal(own(tokens), plain(tokens))
     with pytest.raises(TypeError, match="mask"):
-        own.hidden(tokens, documents=jnp.zeros(tokens.shape, jnp.int32))
+        own.hidden(tokens, documents=documents)
