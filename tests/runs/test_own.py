@@ -1,9 +1,10 @@
 """A user's own model and optimizer: from Python, by file on the command line, and their records."""
 
 import dataclasses
-import functools
 import hashlib
 import json
+import re
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,10 @@ class Sums(nnx.Module):
     def __init__(self, config: SumsConfig, *, rngs: nnx.Rngs) -> None:
         self.vocab_size = config.vocab_size
         self.block_size = config.block_size
-        shape = config.vocab_size, config.rank
-        self.inner = nnx.Param(
-            jax.random.normal(rngs.params(), shape), dimensions=("vocab_size", None)
-        )
-        self.outer = nnx.Param(jax.random.normal(rngs.params(), shape[::-1]))
+        inner = jax.random.normal(rngs.params(), (config.vocab_size, config.rank))
+        outer = jax.random.normal(rngs.params(), (config.rank, config.vocab_size))
+        self.inner = nnx.Param(inner, dimensions=("vocab_size", None))
+        self.outer = nnx.Param(outer)
 
     def hidden(self, tokens, *, rngs=None):
         x = self.inner[...][tokens]
@@ -70,13 +70,27 @@ class OtherSums(Sums):
 
 
 def lion(config: jgpt.OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    return optax.chain(optax.lion(config.learning_rate), optax.apply_if_finite(optax.identity(), 3))
+    finite = optax.apply_if_finite(optax.identity(), 3)
+    return optax.chain(optax.lion(config.learning_rate), finite)
+
+
+SMALL = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
+
+
+OF_FILES = ("--model", "my.py:GPT", "--optimizer", "opt.py:sgd")
+
+
+OWN: dict[str, Any] = {"model": Sums, "optimizer": lion}
+
+
+def config_of_sums(small_run, out):
+    model = SumsConfig(block_size=small_run.model.block_size, rank=3)
+    return dataclasses.replace(small_run, model=model, out=str(out), steps=4)
 
 
 @pytest.fixture
 def config(small_run, tmp_path):
-    model = SumsConfig(block_size=small_run.model.block_size, rank=3)
-    return dataclasses.replace(small_run, model=model, out=str(tmp_path / "run"), steps=4)
+    return config_of_sums(small_run, tmp_path / "run")
 
 
 @pytest.fixture
@@ -84,85 +98,144 @@ def sums():
     return Sums(SumsConfig(vocab_size=11, block_size=7, rank=3), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_a_run_of_its_own_is_saved_resumed_bitwise_and_loaded(
-    config, tmp_path, capsys, monkeypatch
-):
-    own: dict[str, Any] = {"model": Sums, "optimizer": lion}
-    run = jgpt.fit(config, **own, progress=None)
-    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), steps_per_call=1)
-    begun = tmp_path / "stopped/config.json"  # a text that is read asks for a stop, too
+@pytest.fixture(scope="module")
+def own_run(small_run, tmp_path_factory):
+    """A run of four steps, of a model and an optimizer of one's own."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    return jgpt.fit(config_of_sums(small_run, out), **OWN, progress=None)
+
+
+@pytest.fixture(scope="module")
+def stopped_config(small_run, tmp_path_factory):
+    """The config of the same run, which was stopped after two of its steps."""
+    out = tmp_path_factory.mktemp("stopped") / "stopped"
+    config = dataclasses.replace(config_of_sums(small_run, out), steps_per_call=1)
     stops = iter([False, False, True])
+
+    def should_stop():
+        # a text that is read asks for a stop, too
+        begun = (out / "config.json").exists()
+        return begun and next(stops)
+
     with pytest.raises(TrainingStopped):
-        jgpt.fit(stopped, **own, should_stop=lambda: begun.exists() and next(stops))
-    assert RunDirectory(tmp_path / "stopped").checkpoint_steps()[-1] == 2
-    lacking: dict[str, Any]
-    for lacking in ({}, {"model": Sums}):
-        part = "optimizer" if lacking else "model"
-        with pytest.raises(
-            ValueError, match=rf"never loads by itself: give {part}=\S+test_own.py:"
-        ):
-            jgpt.fit(dataclasses.replace(stopped), resume=True, **lacking)
-    wider = dataclasses.replace(stopped, model=SumsConfig(block_size=7, rank=4))
+        jgpt.fit(config, **OWN, should_stop=should_stop)
+    return config
+
+
+@pytest.fixture
+def stopped(stopped_config, tmp_path):
+    """That config, in a copy of the run."""
+    out = shutil.copytree(stopped_config.out, tmp_path / "stopped")
+    return dataclasses.replace(stopped_config, out=str(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "lacking"), [({}, "model"), ({"model": Sums}, "optimizer")])
+def test_a_run_of_its_own_is_not_resumed_without_its_code(stopped, given, lacking):
+    message = rf"never loads by itself: give {lacking}=\S+test_own.py:"
+
+    with pytest.raises(ValueError, match=message):
+        jgpt.fit(stopped, resume=True, **given)
+
+
+@pytest.mark.slow
+def test_a_field_of_one_s_own_may_not_change_in_a_run(stopped):
+    wider = dataclasses.replace(stopped.model, rank=4)
+    config = dataclasses.replace(stopped, model=wider)
+
     with pytest.raises(ValueError, match=r"model.rank is 3 in the run, 4 in the config"):
-        jgpt.fit(
-            dataclasses.replace(wider, model=dataclasses.replace(config.model, rank=4)),
-            resume=True,
-            **own,
-        )
+        jgpt.fit(config, resume=True, **OWN)
+
+
+@pytest.mark.slow
+def test_a_run_of_its_own_is_resumed_bitwise(own_run, stopped, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    resumed = jgpt.fit(stopped, resume=True, **own)
+    assert RunDirectory(Path(stopped.out)).checkpoint_steps()[-1] == 2
+
+    resumed = jgpt.fit(stopped, resume=True, **OWN)
+
     shown = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    assert f"4 steps into {tmp_path / 'stopped'}" in shown
+    assert f"4 steps into {stopped.out}" in shown
     assert any(line.startswith("step 3/4  loss ") for line in shown)
     assert f"step 4: validation loss {resumed.validation_loss:.4f}" in shown
-    jgpt.fit(stopped, resume=True, progress=None, **own)
+    assert isinstance(resumed.model, Sums)
+    np.testing.assert_array_equal(resumed.model.inner[...], own_run.model.inner[...])
+
+    jgpt.fit(stopped, resume=True, progress=None, **OWN)
+
     assert capsys.readouterr().err == ""
+
     heard = Heard()
     jgpt.fit(stopped, model=OtherSums, optimizer=lion, resume=True, progress=heard)
-    (said,) = heard.messages
-    assert said.startswith("the model ")
-    assert said.endswith("test_own.py:OtherSums has changed since the run began")
-    assert jgpt.load(run.directory, **own)[2] == run.config
-    model, tokenizer, found = jgpt.load(run.directory, model=Sums)
-    for other in (resumed.model, model):
-        assert isinstance(other, Sums)
-        np.testing.assert_array_equal(other.inner[...], run.model.inner[...])  # type: ignore[attr-defined]
-    assert found.model == run.config.model
+
+    (message,) = heard.messages
+    assert message.startswith("the model ")
+    assert message.endswith("test_own.py:OtherSums has changed since the run began")
+
+
+@pytest.mark.slow
+def test_a_run_of_its_own_is_loaded_and_evaluated(own_run):
+    directory = own_run.directory
+
+    model, tokenizer, found = jgpt.load(directory, model=Sums)
+
+    assert isinstance(model, Sums)
+    np.testing.assert_array_equal(model.inner[...], own_run.model.inner[...])
+    assert tokenizer.vocab_size == model.vocab_size
+    assert found.model == own_run.config.model
     assert type(found.model) is SumsConfig
     assert found.model.rank == 3
-    assert tokenizer.vocab_size == model.vocab_size
-    columns = run.metrics
-    assert columns["step"] == [0, 1, 2, 3, 4]
-    assert np.isnan(columns["loss"]).tolist() == [True] + [False] * 4
-    assert columns["validation_loss"][4] == run.validation_loss
-    assert evaluate(run.directory, model=Sums).loss == run.validation_loss
+    assert jgpt.load(directory, **OWN).config == own_run.config
+    assert evaluate(directory, model=Sums).loss == own_run.validation_loss
     with pytest.raises(ValueError, match=r"model is .*test_own.py:Sums, which a run never loads"):
-        jgpt.load(run.directory)
+        jgpt.load(directory)
 
 
-def test_what_a_model_lacks_is_said_by_name():
-    def refusal(make) -> str:
-        with pytest.raises(ValueError, match=r".") as caught:
-            create_model(jgpt.ModelConfig(vocab_size=11, make=make), rngs=nnx.Rngs(0))
-        return str(caught.value)
+@pytest.mark.slow
+def test_the_metrics_of_a_run_are_columns(own_run):
+    columns = own_run.metrics
 
-    def of(**attributes):
-        kind = type("Mine", (nnx.Module,), {"__call__": lambda self: 0, **attributes})
-        return lambda config, *, rngs: kind()
+    assert columns["step"] == [0, 1, 2, 3, 4]
+    assert np.isnan(columns["loss"]).tolist() == [True, False, False, False, False]
+    assert columns["validation_loss"][4] == own_run.validation_loss
 
-    whole = {"vocab_size": 11, "block_size": 64, "hidden": 1, "logits": 1}
-    assert "lacks vocab_size, block_size, hidden, logits, which" in refusal(of())
-    assert "a Mine lacks hidden, which" in refusal(of(vocab_size=11, block_size=64, logits=1))
-    assert "Mine.vocab_size is 9, not the config's 11" in refusal(of(**whole | {"vocab_size": 9}))
-    assert "the model must be a flax.nnx.Module, not dict" in refusal(lambda config, *, rngs: {})
 
-    def dropping(config, *, rngs):
-        model: Any = of(**whole)(config, rngs=rngs)
-        model.dropout = nnx.Dropout(0.1, rngs=rngs)
-        return model
+def maker_of(**attributes):
+    """What makes models of a class `Mine` with these attributes."""
+    methods = {"__call__": lambda self: 0}
+    kind = type("Mine", (nnx.Module,), methods | attributes)
+    return lambda config, *, rngs: kind()
 
-    assert "a Mine holds RngCount, RngKey: a model holds nnx.Param alone" in refusal(dropping)
+
+def make_no_module(config, *, rngs):
+    return {}
+
+
+WHOLE = {"vocab_size": 11, "block_size": 64, "hidden": 1, "logits": 1}
+
+
+def make_with_dropout(config, *, rngs):
+    model: Any = maker_of(**WHOLE)(config, rngs=rngs)
+    model.dropout = nnx.Dropout(0.1, rngs=rngs)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (maker_of(), "lacks vocab_size, block_size, hidden, logits, which"),
+        (maker_of(vocab_size=11, block_size=64, logits=1), "a Mine lacks hidden, which"),
+        (maker_of(**WHOLE | {"vocab_size": 9}), "Mine.vocab_size is 9, not the config's 11"),
+        (make_no_module, "the model must be a flax.nnx.Module, not dict"),
+        (make_with_dropout, "a Mine holds RngCount, RngKey: a model holds nnx.Param alone"),
+    ],
+    ids=["all", "one", "vocabulary", "module", "random numbers"],
+)
+def test_what_a_model_lacks_is_said_by_name(make, message):
+    config = jgpt.ModelConfig(vocab_size=11, make=make)
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create_model(config, rngs=nnx.Rngs(0))
 
 
 def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
@@ -187,15 +260,17 @@ def test_what_is_no_optimizer_is_rejected():
 def test_a_model_without_a_cache_generates_as_it_predicts(sums):
     prompt = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], np.int32)
     lengths = np.array([5, 3])
-    key = jax.random.key(0)
-    out = jgpt.generate(sums, prompt, 6, key=key, lengths=lengths, temperature=0.0)
     inner = np.asarray(sums.inner[...])
     outer = np.asarray(sums.outer[...])
-    for row, start in ((0, 5), (1, 3)):
-        written = list(prompt[row, :start])
+
+    out = jgpt.generate(sums, prompt, 6, key=jax.random.key(0), lengths=lengths, temperature=0.0)
+
+    for row, start in enumerate(lengths):
+        written = prompt[row, :start].tolist()
         for _ in range(6):
             x = inner[written[-7:]]
-            written.append(int(np.argmax((x.sum(axis=0) - 3 * x[-1]) @ outer)))
+            logits = (x.sum(axis=0) - 3 * x[-1]) @ outer
+            written.append(int(logits.argmax()))
         assert out[row, : len(written)].tolist() == written
         assert len(set(written[start:])) > 1  # a place off would be seen
 
@@ -204,44 +279,44 @@ def test_the_natural_session(sums):
     tokenizer = jgpt.CharTokenizer("\n abcdefghi")
     tokens = tokenizer.encode("bad")[None]
     key = jax.random.key(4)
+
     out = jgpt.generate(sums, tokens, 9, key=key)
-    np.testing.assert_array_equal(out, jgpt.generate(sums, jnp.asarray(tokens), 9, key=key))
+
+    of_jax_tokens = jgpt.generate(sums, jnp.asarray(tokens), 9, key=key)
+    np.testing.assert_array_equal(out, of_jax_tokens)
     text = tokenizer.decode(out[0])
     assert text[:3] == "bad"
-    assert jgpt.generate_text(sums, tokenizer, "bad", 9, key=key) == text[3:]
-    assert jgpt.generate_text(sums, tokenizer, ("bad",), 9, key=key) == (text[3:],)
-    assert "".join(stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])) == text[3:5]
-    drawn = jgpt.generate_text(sums, tokenizer, "bad", 9)
-    assert drawn == jgpt.generate_text(sums, tokenizer, "bad", 9, key=jax.random.key(0))
+    written = text[3:]
+    assert jgpt.generate_text(sums, tokenizer, "bad", 9, key=key) == written
+    assert jgpt.generate_text(sums, tokenizer, ("bad",), 9, key=key) == (written,)
+    pieces = stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])
+    assert "".join(pieces) == text[3:5]
+
+
+def test_a_text_without_a_key_is_that_of_key_0(sums):
+    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
+
+    text = jgpt.generate_text(sums, tokenizer, "bad", 9)
+
+    assert text == jgpt.generate_text(sums, tokenizer, "bad", 9, key=jax.random.key(0))
 
 
 def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
     tokenizer = jgpt.CharTokenizer("\n abcdefghi")
     config = SumsConfig(vocab_size=11, block_size=7, rank=3)
+    tokens = jnp.ones((1, 2), int)
+
     path = jgpt.save(sums, tmp_path / "mine", tokenizer=tokenizer, config=config)
-    with pytest.raises(
-        ValueError, match=r"never loads by itself: give model='\S+test_own.py:Sums'"
-    ):
-        jgpt.load(path)
     model, loaded, found = jgpt.load(path, model=Sums)
+
     assert loaded.encode("bad").tolist() == tokenizer.encode("bad").tolist()
-    np.testing.assert_array_equal(model(jnp.ones((1, 2), int)), sums(jnp.ones((1, 2), int)))
-    assert (found.name, found.out, type(found.model)) == ("mine", str(path), SumsConfig)
-    for message, changes in (
-        (
-            "the model has 11 tokens and the tokenizer 4",
-            {"tokenizer": jgpt.CharTokenizer("abcd")},
-        ),
-        (
-            r"inner is (11, 3) in the model and (11, 4) in one of",
-            {"config": dataclasses.replace(config, rank=4)},
-        ),
-    ):
-        options: dict[str, Any] = {"tokenizer": tokenizer, "config": config} | changes
-        with pytest.raises(ValueError, match=r".") as caught:
-            jgpt.save(sums, tmp_path / "other", **options)
-        assert message in str(caught.value)
-    assert not (tmp_path / "other").exists()
+    np.testing.assert_array_equal(model(tokens), sums(tokens))
+    assert found.name == "mine"
+    assert found.out == str(path)
+    assert type(found.model) is SumsConfig
+    message = r"never loads by itself: give model='\S+test_own.py:Sums'"
+    with pytest.raises(ValueError, match=message):
+        jgpt.load(path)
     with pytest.raises(FileExistsError):
         jgpt.save(sums, path, tokenizer=tokenizer, config=config)
 
@@ -253,90 +328,151 @@ def template(tmp_path_factory):
     return path
 
 
-def test_the_new_model_is_jgpts_own(template):
+def test_a_model_that_does_not_fit_its_tokenizer_or_config_is_not_saved(sums, tmp_path):
+    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
+    config = SumsConfig(vocab_size=11, block_size=7, rank=3)
+    other_tokenizer = jgpt.CharTokenizer("abcd")
+    other_config = dataclasses.replace(config, rank=4)
+    path = tmp_path / "other"
+
+    with pytest.raises(ValueError, match="the model has 11 tokens and the tokenizer 4"):
+        jgpt.save(sums, path, tokenizer=other_tokenizer, config=config)
+    message = re.escape("inner is (11, 3) in the model and (11, 4) in one of")
+    with pytest.raises(ValueError, match=message):
+        jgpt.save(sums, path, tokenizer=tokenizer, config=other_config)
+
+    assert not path.exists()
+
+
+def test_the_new_model_is_short(template):
     assert len(template.read_text().splitlines()) <= 150
+
+
+def test_the_new_model_is_jgpts_own(template):
     config = jgpt.ModelConfig(vocab_size=23, block_size=9, num_layers=3, num_heads=2, embed_dim=20)
-    own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
-    model: Any
-    model, ours = (create_model(it, rngs=nnx.Rngs(0)) for it in (own, config))
+    own_config = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
+    model: Any = create_model(own_config, rngs=nnx.Rngs(0))
+    expected_model = create_model(config, rngs=nnx.Rngs(0))
     random = np.random.default_rng(2)
     tokens = jnp.asarray(random.integers(23, size=(4, 7)))
-    weights = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+    weights = nnx.to_pure_dict(nnx.state(expected_model, nnx.Param))
 
-    def put(target, *path) -> None:
+    def make_alike(parameter, tree: Any, *path) -> None:
+        """Set both models' parameter to one value; the path is that in jgpt's."""
         *parents, name = path
-        tree: Any = functools.reduce(lambda tree, name: tree[name], parents, weights)
-        tree[name] = tree[name] + 0.3 * random.standard_normal(tree[name].shape, np.float32)
-        target.set_value(tree[name])
+        for parent in parents:
+            tree = tree[parent]
+        noise = random.standard_normal(tree[name].shape, np.float32)
+        tree[name] = tree[name] + 0.3 * noise
+        parameter.set_value(tree[name])
 
-    put(model.token_embedding, "token_embedding", "embedding")
-    put(model.position_embedding, "position_embedding", "embedding")
-    put(model.final_norm.scale, "final_norm", "scale")
+    make_alike(model.token_embedding, weights, "token_embedding", "embedding")
+    make_alike(model.position_embedding, weights, "position_embedding", "embedding")
+    make_alike(model.final_norm.scale, weights, "final_norm", "scale")
     for i, block in enumerate(model.blocks):
-        put(block.attention_norm.scale, "blocks", i, "attention_norm", "scale")
-        put(block.mlp_norm.scale, "blocks", i, "feed_forward_norm", "scale")
-        for name in ("query", "key", "value", "projection"):
-            put(getattr(block.attention, name), "blocks", i, "attention", name, "kernel")
-        put(block.mlp.expansion, "blocks", i, "feed_forward", "expansion", "kernel")
-        put(block.mlp.projection, "blocks", i, "feed_forward", "projection", "kernel")
-    ours = nnx.merge(nnx.graphdef(ours), weights)
-    logits = nnx.jit(lambda model, rngs: model(tokens, rngs=rngs))
-    found = logits(model, None)
-    expected = logits(ours, None)
+        layer = weights["blocks"][i]
+        make_alike(block.attention_norm.scale, layer, "attention_norm", "scale")
+        make_alike(block.mlp_norm.scale, layer, "feed_forward_norm", "scale")
+        make_alike(block.attention.query, layer, "attention", "query", "kernel")
+        make_alike(block.attention.key, layer, "attention", "key", "kernel")
+        make_alike(block.attention.value, layer, "attention", "value", "kernel")
+        make_alike(block.attention.projection, layer, "attention", "projection", "kernel")
+        make_alike(block.mlp.expansion, layer, "feed_forward", "expansion", "kernel")
+        make_alike(block.mlp.projection, layer, "feed_forward", "projection", "kernel")
+    expected_model = nnx.merge(nnx.graphdef(expected_model), weights)
+
+    @nnx.jit
+    def logits_of(model, rngs):
+        return model(tokens, rngs=rngs)
+
+    found = logits_of(model, None)
+    expected = logits_of(expected_model, None)
+    in_training = logits_of(model, nnx.Rngs(dropout=0))
+
     assert float(jnp.abs(expected).mean()) > 0.5
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    np.testing.assert_array_equal(logits(model, nnx.Rngs(dropout=0)), found)  # dropout is 0
-    counts = [sum(part.parameters for part in parts_of(it)) for it in (own, config)]
-    assert counts[0] == counts[1]
+    np.testing.assert_array_equal(in_training, found)  # dropout is 0
+    assert parameters_of(own_config) == parameters_of(config)
+
+
+def parameters_of(config: jgpt.ModelConfig) -> int:
+    return sum(part.parameters for part in parts_of(config))
 
 
 def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
     config = jgpt.ModelConfig(vocab_size=230, num_layers=3, num_heads=2, embed_dim=200, dropout=0.5)
-    own = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
-    model: Any = create_model(own, rngs=nnx.Rngs(0))
-    assert 1 < flops_per_token(own) / flops_per_token(config) < 1.1
+    own_config = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model
+    tokens = jnp.ones((2, 5), int)
+
+    model: Any = create_model(own_config, rngs=nnx.Rngs(0))
+
+    assert 1 < flops_per_token(own_config) / flops_per_token(config) < 1.1
     small = 0.02 / 6**0.5
-    for kernel, std in (
+    for kernel, deviation in (
         (model.token_embedding, 0.02),
         (model.blocks[1].attention.key, 0.02),
         (model.blocks[1].attention.projection, small),
         (model.blocks[2].mlp.projection, small),
     ):
-        assert np.std(kernel[...]) == pytest.approx(std, rel=0.03)
-    tokens = jnp.ones((2, 5), int)
-    assert float(jnp.abs(model(tokens, rngs=nnx.Rngs(dropout=0)) - model(tokens)).max()) > 1e-3
+        assert np.std(kernel[...]) == pytest.approx(deviation, rel=0.03)
+    in_training = model(tokens, rngs=nnx.Rngs(dropout=0))
+    in_evaluation = model(tokens)
+    assert float(jnp.abs(in_training - in_evaluation).max()) > 1e-3
 
 
 def test_a_mesh_shards_by_the_users_names(template):
     config = jgpt.TrainConfig(model=jgpt.ModelConfig(vocab_size=24, num_layers=1, embed_dim=32))
+    own_config = with_code(config, f"{template}:GPT")
+    config_of_sums = with_code(config, Sums).model
     mesh = abstract_mesh("fsdp=2,tensor=2")
-    own = with_code(config, f"{template}:GPT")
-    ours, its = (state_specs(each, mesh).weights["blocks"][0] for each in (config, own))
+    without_sharding = abstract_mesh("data=4")
+
+    expected = state_specs(config, mesh).weights["blocks"][0]
+    found = state_specs(own_config, mesh).weights["blocks"][0]
+
     for name in ("query", "projection"):
-        assert its["attention"][name] == ours["attention"][name]["kernel"]
-    assert its["mlp"]["expansion"] == ours["feed_forward"]["expansion"]["kernel"]
-    assert any(its["mlp"]["expansion"])
-    assert parameters_without_names(own.model, mesh) == []
-    sums = with_code(config, Sums).model
-    assert parameters_without_names(sums, mesh) == ["outer"]
-    assert parameters_without_names(sums, abstract_mesh("data=4")) == []
+        assert found["attention"][name] == expected["attention"][name]["kernel"]
+    expansion = found["mlp"]["expansion"]
+    assert expansion == expected["feed_forward"]["expansion"]["kernel"]
+    assert any(expansion)
+    assert parameters_without_names(own_config.model, mesh) == []
+    assert parameters_without_names(config_of_sums, mesh) == ["outer"]
+    assert parameters_without_names(config_of_sums, without_sharding) == []
 
 
-def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """Files of code in the current folder, most of which fail."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def lion(config, steps):\n    return 7\n\nlevel = 3\n")
-    Path("wrong.py").write_text("x = 1\n1 / 0\n")
-    Path("odd.py").write_text("x = (\n")
-    Path("deep.py").write_text("import parts_of_deep\n")
-    Path("parts_of_deep.py").write_text("import json\njson.loads('{')\n")
-    Path("quits.py").write_text("raise SystemExit(3)\n")
+    files = {
+        "mine.py": "def lion(config, steps):\n    return 7\n\nlevel = 3\n",
+        "wrong.py": "x = 1\n1 / 0\n",
+        "odd.py": "x = (\n",
+        "deep.py": "import parts_of_deep\n",
+        "parts_of_deep.py": "import json\njson.loads('{')\n",
+        "quits.py": "raise SystemExit(3)\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+
+@pytest.mark.usefixtures("code")
+def test_code_is_named_found_and_recorded():
     lion = load_code("mine.py:lion")
+    record = Code.of(lion)
+    record_of_lambda = Code.of(lambda: 0)
+
     assert lion(None, 3) == 7
     assert load_code("mine.py:lion") is lion
-    record = Code.of(lion)
-    assert (record.named, len(str(record.sha256))) == ("mine.py:lion", 64)
-    assert Code.of(lambda: 0).name == "test_code_is_named_found_and_recorded.<locals>.<lambda>"
-    for named, message in (
+    assert record.named == "mine.py:lion"
+    assert len(str(record.sha256)) == 64
+    assert record_of_lambda.name == "test_code_is_named_found_and_recorded.<locals>.<lambda>"
+
+
+@pytest.mark.usefixtures("code")
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
         ("mine:lion", "'mine:lion' must be a file and a name in it, as in my_gpt.py:GPT"),
         ("mine.py:lino", "mine.py has no function or class 'lino' (did you mean 'lion'?)"),
         ("mine.py:level", "mine.py has no function or class 'level'"),
@@ -344,68 +480,81 @@ def test_code_is_named_found_and_recorded(tmp_path, monkeypatch):
         ("odd.py:x", "odd.py, line 1: x = (: SyntaxError: '(' was never closed"),
         ("quits.py:x", "quits.py, line 1: raise SystemExit(3): SystemExit: 3"),
         ("deep.py:x", "parts_of_deep.py, line 2: json.loads('{'): JSONDecodeError: Expecting"),
-    ):
-        with pytest.raises(ValueError, match=r".") as caught:
-            load_code(named)
-        assert str(caught.value).startswith(message)
+    ],
+)
+def test_code_that_can_t_be_loaded_has_a_place(named, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        load_code(named)
+
+
+@pytest.mark.usefixtures("code")
+def test_code_of_no_file_is_not_found():
     with pytest.raises(FileNotFoundError):
         load_code("none.py:x")
 
 
-def test_code_that_takes_other_arguments_is_rejected():
-    class Alone(nnx.Module):
-        def __init__(self): ...
+class WithoutArguments(nnx.Module):
+    def __init__(self): ...
 
-    class Empty(nnx.Module): ...
 
-    for make in (Alone, Empty, lambda config: None):
-        with pytest.raises(ValueError, match=r"the model must take \(config, rngs=\): "):
-            with_code(TrainConfig(), make)
-    for make in (Alone, Empty, lambda config: None):
-        with pytest.raises(ValueError, match=r"\(config, steps\) or \(config, steps, model\): "):
-            with_code(TrainConfig(), optimizer=make)
+class WithoutInit(nnx.Module): ...
+
+
+def make_from_config_alone(config): ...
+
+
+@pytest.mark.parametrize("make", [WithoutArguments, WithoutInit, make_from_config_alone])
+def test_code_that_takes_other_arguments_is_rejected(make):
+    with pytest.raises(ValueError, match=r"the model must take \(config, rngs=\): "):
+        with_code(TrainConfig(), make)
+    with pytest.raises(ValueError, match=r"\(config, steps\) or \(config, steps, model\): "):
+        with_code(TrainConfig(), optimizer=make)
+
+
+SGD = "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.learning_rate)\n"
+
+
+@pytest.fixture(scope="module")
+def run_by_file(template, poem, tmp_path_factory):
+    """A folder with a run `r` of `my.py` and `opt.py`, and what its training said."""
+    folder = tmp_path_factory.mktemp("by file") / "place"
+    folder.mkdir()
+    (folder / "my.py").write_text(template.read_text())
+    (folder / "opt.py").write_text(SGD)
+    (folder / "text.txt").write_text(poem.read_text())
+    data = ("--data", "text.txt", "--out", "r", "--sample-tokens", 3, "--mlp-ratio", 3)
+    said = worked("train", *OF_FILES, *SMALL, *data, cwd=folder)
+    return folder, said
 
 
 @pytest.mark.slow
-def test_a_run_by_file_says_what_it_needs_and_never_loads_it(template, poem, tmp_path):
-    folder = tmp_path / "place"
-    folder.mkdir()
-    (folder / "my.py").write_text(template.read_text())
-    (folder / "text.txt").write_text(poem.read_text())
-    small = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
-    data = ("--data", "text.txt", "--out", "r", "--sample-tokens", 3, "--mlp-ratio", 3)
-    (folder / "opt.py").write_text(
-        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(1.0)\n"
-    )
-    own = ("--model", "my.py:GPT", "--optimizer", "opt.py:sgd")
-    said = worked("train", *own, *small, *data, cwd=folder)
+def test_a_run_by_file_records_its_code_and_says_how_to_load_it(run_by_file):
+    folder, said = run_by_file
+
+    config = json.loads((folder / "r" / "config.json").read_text())
+
     assert "next: jgpt sample r --model my.py:GPT" in said
-    saved = json.loads((folder / "r" / "config.json").read_text())
-    assert saved["model"]["mlp_ratio"] == 3
-    assert {**saved["optimizer"]["make"], "sha256": 0} == {
-        "name": "sgd",
-        "file": "opt.py",
-        "sha256": 0,
-    }
+    assert config["model"]["mlp_ratio"] == 3
+    digest = sha256_of(folder / "opt.py")
+    assert config["optimizer"]["make"] == {"name": "sgd", "file": "opt.py", "sha256": digest}
+
+
+@pytest.mark.slow
+def test_a_run_by_file_says_what_it_needs_and_never_loads_it(run_by_file):
+    folder, _ = run_by_file
+    needed = "which a run never loads by itself: give --model my.py:GPT"
+
     for words in (("sample", "r"), ("eval", "r"), ("look", "r", "--prompt", "a")):
-        line = refused(*words, cwd=folder)
-        assert line.endswith("which a run never loads by itself: give --model my.py:GPT"), line
+        assert refused(*words, cwd=folder).endswith(needed)
+
     assert "validation loss" in worked("eval", "r", "--model", "my.py:GPT", cwd=folder)
-    assert "training memory" in worked("info", "r", *own, cwd=folder)
-    with (folder / "my.py").open("a") as file:
-        file.write("# changed\n")
-    done = command("eval", "r", "--model", "my.py:GPT", cwd=folder)
-    assert done.code == 0
-    assert done.stderr.count("jgpt: the model my.py:GPT has changed since the run began\n") == 1
-    assert "a model of your own has no attention weights" in refused(
-        "attention", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder
-    )
+    assert "training memory" in worked("info", "r", *OF_FILES, cwd=folder)
     worked("look", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
     worked("plot", "r", cwd=folder)
+    said = refused("attention", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
+    assert "a model of your own has no attention weights" in said
     assert "my.py already exists" in refused("new", "my.py", cwd=folder)
 
-
-SMALL = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
 
 MISTAKES = {
     "a method raises": (
@@ -428,12 +577,28 @@ MISTAKES = {
 
 
 @pytest.mark.slow
+def test_a_run_by_file_says_once_that_its_code_has_changed(run_by_file, tmp_path):
+    folder, _ = run_by_file
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with (copy / "my.py").open("a") as file:
+        file.write("# changed\n")
+
+    done = command("eval", "r", "--model", "my.py:GPT", cwd=copy)
+
+    assert done.code == 0
+    warning = "jgpt: the model my.py:GPT has changed since the run began\n"
+    assert done.stderr.count(warning) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["shapes differ"], MISTAKES))
 def test_a_mistake_in_custom_code_has_a_place_and_one_line(poem, tmp_path, monkeypatch, name):
     source, message, line = MISTAKES[name]
     (tmp_path / "mine.py").write_text(f"import jgpt\nclass GPT(jgpt.GPT):\n    {source}\n")
     words = ("train", "--model", "mine.py:GPT", *SMALL, "--data", poem, "--out", "r")
+
     said = refused(*words, cwd=tmp_path)
+
     assert said.startswith(f"jgpt: mine.py, line {line}: {message}"), said
     assert not (tmp_path / "r").exists()
     monkeypatch.setenv("JGPT_TRACEBACK", "1")
@@ -442,24 +607,22 @@ def test_a_mistake_in_custom_code_has_a_place_and_one_line(poem, tmp_path, monke
 
 
 def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
-    (tmp_path / "opt.py").write_text(
-        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.nothing)\n"
-    )
+    (tmp_path / "opt.py").write_text(SGD.replace("learning_rate", "nothing"))
     own = ("--optimizer", "opt.py:sgd")
-    said = "jgpt: opt.py, line 4: return optax.sgd(config.nothing): AttributeError: "
-    words = ("train", *own, *SMALL, "--data", poem, "--out", "r")
+    place = "jgpt: opt.py, line 4: return optax.sgd(config.nothing): AttributeError: "
 
-    assert refused(*words, cwd=tmp_path).startswith(said)
-    assert refused("info", "tiny", *own, cwd=tmp_path).startswith(said)
+    of_train = refused("train", *own, *SMALL, "--data", poem, "--out", "r", cwd=tmp_path)
+    of_info = refused("info", "tiny", *own, cwd=tmp_path)
+
+    assert of_train.startswith(place)
+    assert of_info.startswith(place)
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.slow
 def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_path):
     """Its weights need no optimizer; `jgpt sample` has no such option."""
-    (tmp_path / "opt.py").write_text(
-        "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.learning_rate)\n"
-    )
+    (tmp_path / "opt.py").write_text(SGD)
     words = ("train", "--optimizer", "opt.py:sgd", *SMALL, "--data", poem, "--out", "r")
 
     said = worked(*words, cwd=tmp_path)
@@ -489,67 +652,116 @@ def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
         assert "nothere.py: No such file" in refused(*words, cwd=tmp_path), words
 
 
+WIDE = """
+import dataclasses
+import jgpt
+
+
+class GPT(jgpt.GPT):
+    def __init__(self, config: jgpt.ModelConfig, *, rngs):
+        super().__init__(dataclasses.replace(config, hidden_dim=77), rngs=rngs)
+"""
+
+
 @pytest.mark.slow
 def test_info_is_of_the_custom_model(tmp_path):
-    (tmp_path / "wide.py").write_text(
-        "import dataclasses\nimport jgpt\n\n\nclass GPT(jgpt.GPT):\n"
-        "    def __init__(self, config: jgpt.ModelConfig, *, rngs):\n"
-        "        super().__init__(dataclasses.replace(config, hidden_dim=77), rngs=rngs)\n"
-    )
-    lines = worked("info", "tiny", "--model", "wide.py:GPT", cwd=tmp_path).splitlines()
+    (tmp_path / "wide.py").write_text(WIDE)
     config = dataclasses.replace(jgpt.preset("tiny").model, hidden_dim=77)
-    (counted,) = [line.split()[1] for line in lines if line.startswith("all ")]
 
-    assert counted == f"{sum(part.parameters for part in parts_of(config)):,}"
-    assert not any(line.startswith("shapes for") for line in lines)
+    said = worked("info", "tiny", "--model", "wide.py:GPT", cwd=tmp_path)
+
+    assert re.findall(r"^all +(\S+)", said, re.MULTILINE) == [f"{parameters_of(config):,}"]
+    assert not re.search("^shapes for", said, re.MULTILINE)
 
 
-def test_files_beside_custom_code_are_recorded_and_compared(tmp_path, monkeypatch):
+@pytest.fixture
+def code_of_four_files(tmp_path, monkeypatch):
+    """An optimizer in `mine.py`, which imports three files, and one that nothing imports."""
     monkeypatch.chdir(tmp_path)
-    Path("sizes.py").write_text("WIDTH = 3\n")
-    Path("layers").mkdir()
-    Path("layers/__init__.py").write_text("from .norm import scale\n")
-    Path("layers/norm.py").write_text("import sizes\n\nscale = sizes.WIDTH\n")
-    Path("unused.py").write_text("import mine\n")
-    Path("mine.py").write_text(
-        "import json\nfrom layers import scale\n\n\ndef make(config, steps):\n    return scale\n"
-    )
+    files = {
+        "sizes.py": "WIDTH = 3\n",
+        "layers/__init__.py": "from .norm import scale\n",
+        "layers/norm.py": "import sizes\n\nscale = sizes.WIDTH\n",
+        "unused.py": "import mine\n",
+        "mine.py": (
+            "import json\n"
+            "from layers import scale\n"
+            "\n\n"
+            "def make(config, steps):\n"
+            "    return scale\n"
+        ),
+    }
+    (tmp_path / "layers").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+
+@pytest.mark.usefixtures("code_of_four_files")
+def test_files_beside_custom_code_are_recorded_and_compared():
     begun = with_code(TrainConfig(), optimizer="mine.py:make")
     record = Code.of(begun.optimizer.make)
-    files = ["layers/__init__.py", "layers/norm.py", "sizes.py"]
-    assert [name for name, _ in record.modules] == files
     saved = from_json(TrainConfig, to_json(begun))
+    facts = code_facts(begun)
+
+    names = [name for name, _ in record.modules]
+    assert names == ["layers/__init__.py", "layers/norm.py", "sizes.py"]
     assert saved.optimizer.make == record
     assert changed_code(saved, begun) == []
-    facts = code_facts(begun)
+
     Path("sizes.py").write_text("WIDTH = 4\n")
+
     line = "sizes.py of the optimizer mine.py:make has changed since the run began"
     assert changed_code(saved, begun) == [line]
     digest = hashlib.sha256(b"WIDTH = 4\n").hexdigest()
-    assert code_facts(begun) == facts | {"sizes.py of the optimizer": f"SHA-256 {digest}"}
-    assert code_facts(begun) != facts
-    assert code_facts(begun)["model_code"] is None
-    old = dataclasses.replace(record, modules=())  # of a run from before this record
-    optimizer = dataclasses.replace(saved.optimizer, make=old)
-    before = from_json(TrainConfig, to_json(dataclasses.replace(saved, optimizer=optimizer)))
-    assert before.optimizer.make == old
-    assert changed_code(before, begun) == []
+    changed_facts = code_facts(begun)
+    assert changed_facts == facts | {"sizes.py of the optimizer": f"SHA-256 {digest}"}
+    assert changed_facts != facts
+    assert changed_facts["model_code"] is None
+
+
+@pytest.mark.usefixtures("code_of_four_files")
+def test_code_of_a_run_from_before_the_record_of_files_is_compared_without_them():
+    begun = with_code(TrainConfig(), optimizer="mine.py:make")
+    record = dataclasses.replace(Code.of(begun.optimizer.make), modules=())
+    optimizer = dataclasses.replace(begun.optimizer, make=record)
+    older = dataclasses.replace(begun, optimizer=optimizer)
+
+    saved = from_json(TrainConfig, to_json(older))
+
+    Path("sizes.py").write_text("WIDTH = 4\n")
+    assert saved.optimizer.make == record
+    assert changed_code(saved, begun) == []
 
 
 def test_processes_with_other_code_are_rejected(config, monkeypatch):
     seen = []
-    monkeypatch.setattr("jgpt.fitting.fit.require_same", lambda facts: seen.append(facts) or stop())
 
-    def stop():
+    def compare(facts):
+        seen.append(facts["model_code"])
         raise ValueError("enough")
+
+    monkeypatch.setattr("jgpt.fitting.fit.require_same", compare)
+    digest = sha256_of(Path(__file__))
 
     for make in (Sums, OtherSums):
         with pytest.raises(ValueError, match="enough"):
             jgpt.fit(config, model=make, progress=None)
-    first, second = (facts["model_code"] for facts in seen)
-    digest = sha256_of(Path(__file__))
-    assert first == f"test_own.py:Sums of SHA-256 {digest}"
-    assert second == f"test_own.py:OtherSums of SHA-256 {digest}"
+
+    assert seen == [
+        f"test_own.py:Sums of SHA-256 {digest}",
+        f"test_own.py:OtherSums of SHA-256 {digest}",
+    ]
+
+
+def group_sizes(config: TrainConfig) -> Counter[str]:
+    """How many parameters each group of the optimizer has."""
+    model = create_model(config.model, rngs=nnx.Rngs(0))
+    weights = weights_of(model)
+    labels = partition(config.optimizer, weights, weight_dimensions(config.model))
+    sizes: Counter[str] = Counter()
+    for label, leaf in zip(jax.tree.leaves(labels), jax.tree.leaves(weights), strict=True):
+        sizes[label] += leaf.size
+    return sizes
 
 
 @pytest.mark.slow
@@ -557,16 +769,9 @@ def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):
     optimizer = jgpt.OptimizerConfig(optimizer="muon", embedding_learning_rate=0.5)
     model = jgpt.ModelConfig(vocab_size=24, num_layers=2, embed_dim=32)
     config = jgpt.TrainConfig(model=model, optimizer=optimizer)
+    own_config = with_code(config, f"{template}:GPT")
 
-    def groups(config):
-        weights = weights_of(create_model(config.model, rngs=nnx.Rngs(0)))
-        labels = partition(optimizer, weights, weight_dimensions(config.model))
-        sizes: Counter[str] = Counter()
-        for label, leaf in zip(jax.tree.leaves(labels), jax.tree.leaves(weights), strict=True):
-            sizes[label] += leaf.size
-        return sizes
+    found = group_sizes(own_config)
 
-    own = groups(with_code(config, f"{template}:GPT"))
-
-    assert own == groups(config)
-    assert own["embedding"] == 32 * (24 + 64)
+    assert found == group_sizes(config)
+    assert found["embedding"] == 32 * (24 + 64)
