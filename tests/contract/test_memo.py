@@ -5,6 +5,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 import jax
@@ -81,75 +82,99 @@ def computed(x: Float[Array, "batch time"], result: list[Any]) -> Float[Array, "
     return result[0]
 
 
-def call(function: Callable[..., Any], *args: Any, **named: Any) -> Callable[[], Any]:
-    return lambda: function(*args, **named)
-
-
 INTS = jnp.ones(3, int)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function with arguments that it takes, and with others that are wrong."""
+
+    function: Callable[..., Any]
+    good: tuple[Any, ...]
+    wrong: tuple[Any, ...]
+
+
+def take(width: Any, x: Any) -> None:
+    Owner(width).take(x)
+
+
+def second(width: Any, x: Any) -> None:
+    Owner(width).second(x)
+
+
+def give(width: Any, x: Any, extra: int) -> None:
+    Owner(width).give(x, extra)
+
+
+NAMED = {"a": INTS + 1.0}
+
+
 CASES = {
-    "size": (call(pair, ONES, jnp.ones(2)), call(pair, ONES, jnp.ones(3))),
-    "rank": (call(pair, ONES), call(pair, ONES[0])),
-    "dtype": (call(pair, ONES), call(pair, ONES.astype(int))),
-    "library": (call(pair, ONES), call(pair, np.ones((2, 3), np.float32))),
-    "other library": (call(kind, np.ones((2, 3))), call(kind, jnp.ones((2, 3)))),
-    "none": (call(pair, ONES, None), call(pair, None, None)),
-    "owner": (call(Owner(3).take, ONES), call(Owner(4).take, ONES)),
-    "owner, a float": (call(Owner(3).take, ONES), call(Owner(3.5).take, ONES)),
-    "owner, a path": (call(Owner(3).second, ONES), call(Owner(3).second, ONES[:, :2])),
-    "owner, changed inside": (call(Owner(3).give, ONES, 0), call(Owner(3).give, ONES, 1)),
-    "int": (call(sized, ONES, 3), call(sized, ONES, 4)),
-    "int, another type": (call(sized, ONES, 3), call(sized, ONES, 3.0)),
-    "tuple": (call(both, (ONES, INTS)), call(both, (ONES, INTS[:2]))),
-    "tuple, longer": (call(both, (ONES, INTS)), call(both, (ONES, INTS, 1))),
-    "tuple, a list": (call(both, (ONES, INTS)), call(both, [ONES, INTS])),
-    "float": (call(scaled, ONES, 1.0), call(scaled, ONES, "1")),
-    "literal": (call(scaled, ONES, 1.0), call(scaled, ONES, 1.0, "left")),
-    "tree": (call(tree, {"a": INTS + 1.0}, {"a": INTS + 1.0}), call(tree, {"a": INTS + 1.0}, {})),
-    "tree, a size": (
-        call(tree, {"a": INTS + 1.0}, {"a": INTS + 1.0}),
-        call(tree, {"a": INTS + 1.0}, {"a": jnp.ones(4)}),
-    ),
-    "function": (call(apply, ONES, len), call(apply, ONES, 3)),
-    "more": (call(apply, ONES, len, 1), call(apply, ONES, len, "a")),
-    "result": (call(computed, ONES, [ONES]), call(computed, ONES, [ONES.T])),
-    "result, a dtype": (call(computed, ONES, [ONES]), call(computed, ONES, [ONES > 0])),
-    "result, none": (call(computed, ONES, [ONES]), call(computed, ONES, [None])),
+    "size": Case(pair, good=(ONES, jnp.ones(2)), wrong=(ONES, jnp.ones(3))),
+    "rank": Case(pair, good=(ONES,), wrong=(ONES[0],)),
+    "dtype": Case(pair, good=(ONES,), wrong=(ONES.astype(int),)),
+    "library": Case(pair, good=(ONES,), wrong=(np.ones((2, 3), np.float32),)),
+    "other library": Case(kind, good=(np.ones((2, 3)),), wrong=(jnp.ones((2, 3)),)),
+    "none": Case(pair, good=(ONES, None), wrong=(None, None)),
+    "owner": Case(take, good=(3, ONES), wrong=(4, ONES)),
+    "owner, a float": Case(take, good=(3, ONES), wrong=(3.5, ONES)),
+    "owner, a path": Case(second, good=(3, ONES), wrong=(3, ONES[:, :2])),
+    "owner, changed inside": Case(give, good=(3, ONES, 0), wrong=(3, ONES, 1)),
+    "int": Case(sized, good=(ONES, 3), wrong=(ONES, 4)),
+    "int, another type": Case(sized, good=(ONES, 3), wrong=(ONES, 3.0)),
+    "tuple": Case(both, good=((ONES, INTS),), wrong=((ONES, INTS[:2]),)),
+    "tuple, longer": Case(both, good=((ONES, INTS),), wrong=((ONES, INTS, 1),)),
+    "tuple, a list": Case(both, good=((ONES, INTS),), wrong=([ONES, INTS],)),
+    "float": Case(scaled, good=(ONES, 1.0), wrong=(ONES, "1")),
+    "literal": Case(scaled, good=(ONES, 1.0), wrong=(ONES, 1.0, "left")),
+    "tree": Case(tree, good=(NAMED, NAMED), wrong=(NAMED, {})),
+    "tree, a size": Case(tree, good=(NAMED, NAMED), wrong=(NAMED, {"a": jnp.ones(4)})),
+    "function": Case(apply, good=(ONES, len), wrong=(ONES, 3)),
+    "more": Case(apply, good=(ONES, len, 1), wrong=(ONES, len, "a")),
+    "result": Case(computed, good=(ONES, [ONES]), wrong=(ONES, [ONES.T])),
+    "result, a dtype": Case(computed, good=(ONES, [ONES]), wrong=(ONES, [ONES > 0])),
+    "result, none": Case(computed, good=(ONES, [ONES]), wrong=(ONES, [None])),
 }
 
 
-def error_of(wrong: Callable[[], Any]) -> str:
+def error_of(function: Callable[..., Any], *arguments: Any) -> str:
     with pytest.raises(TypeCheckError) as caught:
-        wrong()
+        function(*arguments)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_call_after_good_ones_is_rejected_with_the_same_message(name: str, monkeypatch):
-    good, wrong = CASES[name]
+    case = CASES[name]
     for _ in range(3):
-        good()
-    remembered = error_of(wrong)
+        case.function(*case.good)
 
+    remembered = error_of(case.function, *case.wrong)
     monkeypatch.setattr(memo.Memo, "key", lambda *_: memo.NO_KEY)
-    assert remembered == error_of(wrong)
+    forgotten = error_of(case.function, *case.wrong)
+
+    assert remembered == forgotten
 
 
 def test_a_call_like_an_earlier_one_is_not_checked_twice(monkeypatch):
     # so that what other tests have called doesn't fill the memo in between
     monkeypatch.setattr(memo, "MOST_CALLS", 10_000)
     model = jgpt.Head(6, 4, rngs=nnx.Rngs(0))
-    arrays = [jnp.ones((2, time, 6)) for time in (3, 5, 3, 5)]
-    model(arrays[0])
-    model(arrays[1])
+    three = jnp.ones((2, 3, 6))
+    five = jnp.ones((2, 5, 6))
+    seven = jnp.ones((2, 7, 6))
+    model(three)
+    model(five)
 
     def fail(*_: Any) -> str:
         raise AssertionError("checked twice")
 
     monkeypatch.setattr(contract, "mismatch", fail)
-    model(arrays[2])
-    jax.vmap(model)(arrays[3][None])
+
+    model(jnp.copy(three))
+    jax.vmap(model)(five[None])
     with pytest.raises(AssertionError, match="checked twice"):
-        model(jnp.ones((2, 7, 6)))
+        model(seven)
 
 
 def test_sizes_are_bound_for_what_is_inside():
@@ -167,10 +192,14 @@ def test_sizes_are_bound_for_what_is_inside():
     x = jnp.ones((2, 4, 3))
     y = jnp.ones((3, 5))
     good = jnp.ones((2, 4))
-    for _ in range(2):
-        outer(x, y, good)
-    assert found == [True, False] * 2
-    assert error_of(lambda: outer(x, y, jnp.ones(5))).endswith(
+    wrong = jnp.ones(5)
+
+    outer(x, y, good)
+    outer(x, y, good)
+
+    assert found == [True, False, True, False]
+    message = error_of(outer, x, y, wrong)
+    assert message.endswith(
         "the shape of its variadic dimensions '*batch' is (5,), which does not equal the existing "
         "value of (2, 4)."
     )
@@ -189,12 +218,17 @@ def test_it_keeps_no_array_and_no_module_alive():
 
     module = Local()
     x = jnp.ones((2, 3))
-    gone = [weakref.ref(module), weakref.ref(x), weakref.ref(module(x, [x]))]
-    run = Local.__call__
+    reference_to_module = weakref.ref(module)
+    reference_to_x = weakref.ref(x)
+    reference_to_result = weakref.ref(module(x, [x]))
+
     del module, x
     gc.collect()
-    assert [each() for each in gone] == [None, None, None]
-    assert run(Local(), ONES, None).shape == (2, 3)
+
+    assert reference_to_module() is None
+    assert reference_to_x() is None
+    assert reference_to_result() is None
+    assert Local()(ONES, None).shape == (2, 3)
 
 
 def memo_of(function: Callable[..., Any]) -> memo.Memo:
@@ -206,56 +240,70 @@ def test_it_is_bounded():
     calls = memo_of(computed)
     for size in range(1, 500):
         arguments = {"x": np.ones((size, 2)), "result": []}
-        key = size
-        calls.remember(key, arguments).remember_result(key)
+        remembered = calls.remember(size, arguments)
+        remembered.remember_result(size)
     assert 1 <= len(calls._calls) <= memo.MOST_CALLS
-    call = calls.remember("key", {"x": ONES, "result": []})
+
+    remembered = calls.remember("key", {"x": ONES, "result": []})
     for size in range(500):
-        call.remember_result(size)
-    assert 1 <= len(call.results) <= memo.MOST_CALLS
+        remembered.remember_result(size)
+    assert 1 <= len(remembered.results) <= memo.MOST_CALLS
 
 
 def test_threads_share_it():
-    wrong = 0
+    passed = []
 
     def work() -> None:
-        nonlocal wrong
+        right = jnp.ones(2)
         for size in range(1, 150):
-            x = np.ones((2, size % 70 + 1))
-            kind(x)
-            assert pair(jnp.ones((2, 3)), jnp.ones(2)) is None
+            width = size % 70 + 1
+            too_long = jnp.ones(size % 7 + 3)
+            kind(np.ones((2, width)))
+            pair(ONES, right)
             try:
-                pair(jnp.ones((2, 3)), jnp.ones(size % 7 + 3))
+                pair(ONES, too_long)
             except TypeCheckError:
                 continue
-            wrong += 1
+            passed.append(size)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == 0
+
+    assert passed == []
 
 
-def test_a_watcher_hears_each_call_and_its_results_are_checked():
+def test_a_watcher_hears_each_call():
+    model = jgpt.Head(6, 4, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 3, 6))
     paths = []
 
     def watch(call: Any) -> None:
         paths.append(call.path)
 
-    model = jgpt.Head(6, 4, rngs=nnx.Rngs(0))
-    x = jnp.ones((2, 3, 6))
     model(x)
     with jgpt.watching(watch):
         model(x)
-        once = list(paths)
+        of_one_call = list(paths)
         model(x)
-    assert paths == 2 * once
-    assert len(once) > 2
+
+    assert len(of_one_call) > 2
+    assert paths == of_one_call + of_one_call
+
+
+def test_what_a_watcher_returns_is_checked_each_time():
+    model = jgpt.Head(6, 4, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 3, 6))
+    model(x)
+
+    def cut(result: Any) -> Any:
+        return result[:1]
+
     for _ in range(2):
         with (
-            jgpt.watching(lambda call: lambda result: result[:1]),
+            jgpt.watching(lambda call: cut),
             pytest.raises(TypeCheckError, match="returned a wrong result"),
         ):
             model(x)
@@ -275,7 +323,8 @@ def test_open_sizes_are_checked_each_time():
     for _ in range(2):
         assert jgpt.prove(doubled, "float32[b 2*t]")
         assert not jgpt.prove(wrong, "float32[b t]")
-        symbols = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t"), "float32")
-        jax.export.export(jax.jit(doubled))(symbols)
+        open_shape = jax.export.symbolic_shape("b, t")
+        x = jax.ShapeDtypeStruct(open_shape, "float32")
+        jax.export.export(jax.jit(doubled))(x)
         with pytest.raises(TypeCheckError):
-            jax.export.export(jax.jit(wrong))(symbols)
+            jax.export.export(jax.jit(wrong))(x)
