@@ -244,46 +244,68 @@ def test_the_program_of_a_page_computes_what_jax_computes(name):
     assert_equal_results(found, wanted, 1e-5)
 
 
+def loss_of(logits):
+    """The mean of minus the log probability of each token after the first."""
+    log_probabilities = jax.nn.log_softmax(logits[0, : len(TOKENS) - 1])
+    following = jnp.asarray(TOKENS[1:])
+    chosen = jnp.take_along_axis(log_probabilities, following[:, None], axis=-1)
+    return -chosen.mean()
+
+
+@functools.cache
+def gradients_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs of a text, and what the page's program of gradients makes of it."""
+    look = look_of(name)
+    inputs = look.neutral_inputs(look.model.block_size)
+    inputs["tokens"][0, : len(TOKENS)] = TOKENS
+    predictions = len(TOKENS) - 1
+    shares = np.zeros(look.model.block_size - 1, np.float32)
+    shares[:predictions] = 1 / predictions
+    program = gradient_program(look, look.model.block_size)
+    (found,) = run_programs([Call(program, (look.weights, inputs, shares), fixed=["0/"])])
+    return inputs, found
+
+
 @needs_javascript
 @pytest.mark.parametrize(
     "name", only(["one's own"], ["default preset", "qwen3", "gpt2", "one's own"])
 )
-def test_the_gradient_for_every_array_is_that_of_the_loss(name):
-    """The gradient for the logits is the loss's, and that for a stream is a patch's."""
+def test_the_gradient_for_the_logits_is_that_of_the_loss(name):
     look = look_of(name)
-    inputs = look.neutral_inputs(look.model.block_size)
-    inputs["tokens"][0, : len(TOKENS)] = TOKENS
-    shares = np.zeros(look.model.block_size - 1, np.float32)
-    shares[: len(TOKENS) - 1] = 1 / (len(TOKENS) - 1)
-    program = gradient_program(look, look.model.block_size)
 
-    (found,) = run_programs([Call(program, (look.weights, inputs, shares), fixed=["0/"])])
-
-    def loss(logits):
-        log_probabilities = jax.nn.log_softmax(logits[0, : len(TOKENS) - 1])
-        following = jnp.asarray(TOKENS[1:])
-        return -jnp.take_along_axis(log_probabilities, following[:, None], axis=-1).mean()
+    inputs, found = gradients_of(name)
 
     logits = look.model(jnp.asarray(inputs["tokens"]))
-    arrays = [path for path in found if path != "loss"]
-    of_logits = jax.grad(loss)(logits)
-    np.testing.assert_allclose(found["loss"], loss(logits), rtol=1e-5)
-    tolerance = 1e-5 * float(abs(of_logits).max())
-    np.testing.assert_allclose(found[arrays[-1]], of_logits, rtol=0, atol=tolerance)
+    expected = jax.grad(loss_of)(logits)
+    *_, last_array = [path for path in found if path != "loss"]
+    np.testing.assert_allclose(found["loss"], loss_of(logits), rtol=1e-5)
+    tolerance = 1e-5 * float(abs(expected).max())
+    np.testing.assert_allclose(found[last_array], expected, rtol=0, atol=tolerance)
 
-    if look.anatomy.blocks:
-        # The stream after each block, whose gradient is that of a patch.
-        def patched(streams):
-            changed = inputs | {"replaced": np.ones_like(inputs["replaced"]), "streams": streams}
-            return loss(forward(look.weights, changed)["arrays"][-1])
 
-        forward = jax.jit(look.forward)
-        streams = forward(look.weights, inputs)["streams"]
-        of_streams = jax.jit(jax.grad(patched))(streams)[-1]
-        places = [row.text["path"] for row in look.rows(look.model.block_size)]
-        last = max(i for i, path in enumerate(places) if path == look.anatomy.blocks[-1])
-        stream_gradient = found[f"arrays/{last}"]
-        largest = float(abs(of_streams).max())
-        tolerance = 1e-4 * largest
-        np.testing.assert_allclose(stream_gradient[0], of_streams, rtol=0, atol=tolerance)
-        assert largest > 1e-4
+@pytest.mark.slow
+@needs_javascript
+@pytest.mark.parametrize("name", ["default preset", "qwen3", "gpt2"])
+def test_the_gradient_for_a_stream_is_that_of_a_patch(name):
+    """The stream after each block."""
+    look = look_of(name)
+    forward = jax.jit(look.forward)
+
+    inputs, found = gradients_of(name)
+
+    def loss_of_patched(streams):
+        replaced = np.ones_like(inputs["replaced"])
+        patched = forward(look.weights, inputs | {"replaced": replaced, "streams": streams})
+        return loss_of(patched["arrays"][-1])
+
+    streams = forward(look.weights, inputs)["streams"]
+    gradients = jax.jit(jax.grad(loss_of_patched))(streams)
+    expected = gradients[-1]
+    last_row = 0
+    for number, row in enumerate(look.rows(look.model.block_size)):
+        if row.text["path"] == look.anatomy.blocks[-1]:
+            last_row = number
+    stream_gradient = found[f"arrays/{last_row}"][0]
+    largest = float(abs(expected).max())
+    np.testing.assert_allclose(stream_gradient, expected, rtol=0, atol=1e-4 * largest)
+    assert largest > 1e-4
