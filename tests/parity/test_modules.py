@@ -83,26 +83,53 @@ WRONG_MODERN = {**WRONG, "base": 100.0, "epsilon": 1e-4}
 @pytest.mark.parametrize("causal", only([True], [False, True]))
 def test_attention(options, wrong, causal, dtype):
     module, port = attention(dtype, causal, **options)
-    x, context = (inputs(dtype, time, time, embed=module.embed_dim) for time in (TIME, KEYS))
+    x = inputs(dtype, TIME, seed=TIME, embed=module.embed_dim)
+    context = inputs(dtype, KEYS, seed=KEYS, embed=module.embed_dim)
 
-    def agrees() -> list[bool]:
-        """In self-attention and in cross-attention."""
-        mine = module(jnp.asarray(x)), module(jnp.asarray(x), jnp.asarray(context))
-        its = port(torch.tensor(x)), port(torch.tensor(x), torch.tensor(context))
-        return [close(*outputs, dtype) for outputs in zip(mine, its, strict=True)]
+    def agrees_with_itself() -> bool:
+        return close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
 
-    assert agrees() == [True, True]
+    def agrees_across() -> bool:
+        found = module(jnp.asarray(x), jnp.asarray(context))
+        expected = port(torch.tensor(x), torch.tensor(context))
+        return close(found, expected, dtype)
+
+    assert agrees_with_itself()
+    assert agrees_across()
+
     weights = np.asarray(module.weights(jnp.asarray(x)))
-    weights = weights[:, None] if isinstance(module, jgpt.Head) else weights
+    if isinstance(module, jgpt.Head):
+        weights = weights[:, None]
     assert close(weights, port.weights(torch.tensor(x)), dtype)
+
     port.causal = not causal
-    assert agrees() == [False, True]  # in cross-attention there is no future
+    assert not agrees_with_itself()
+    assert agrees_across()  # where there is no future
     port.causal = causal
+
     for attribute, value in wrong.items():
         right = getattr(port, attribute)
         setattr(port, attribute, value)
-        assert agrees() == [False, False], attribute
+        assert not agrees_with_itself(), attribute
+        assert not agrees_across(), attribute
         setattr(port, attribute, right)
+
+
+def packed_weights(reference: torch.nn.MultiheadAttention) -> dict[str, Any]:
+    """PyTorch's weights of queries, keys and values, which are one array, under our names."""
+    tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
+    query, key, value = tensors["in_proj_weight"].chunk(3)
+    query_bias, key_bias, value_bias = tensors["in_proj_bias"].chunk(3)
+    weights = {
+        "query": {"kernel": query.T, "bias": query_bias},
+        "key": {"kernel": key.T, "bias": key_bias},
+        "value": {"kernel": value.T, "bias": value_bias},
+        "projection": {
+            "kernel": tensors["out_proj.weight"].T,
+            "bias": tensors["out_proj.bias"],
+        },
+    }
+    return jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights)
 
 
 def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
@@ -111,26 +138,23 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
     random = torch.Generator().manual_seed(6)
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
-    tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
-    names = ("query", "key", "value", "projection")
-    kernels = (*tensors["in_proj_weight"].chunk(3), tensors["out_proj.weight"])
-    biases = (*tensors["in_proj_bias"].chunk(3), tensors["out_proj.bias"])
-    weights = {
-        name: {"kernel": kernel.T, "bias": bias}
-        for name, kernel, bias in zip(names, kernels, biases, strict=True)
-    }
     module, _ = attention(dtype, qkv_bias=True, use_bias=True)
-    nnx.update(module, jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights))
-
+    nnx.update(module, packed_weights(reference))
     x = inputs(dtype)
     context = inputs(dtype, KEYS, seed=4)
     query = torch.tensor(x)
     source = torch.tensor(context)
     future = torch.ones(TIME, TIME).triu(1).bool()
-    for mask, agrees in ((future, True), (None, False)):
-        its = reference(query, query, query, attn_mask=mask, need_weights=False)[0]
-        assert close(module(jnp.asarray(x)), its, dtype) == agrees
-    its, weights = reference(query, source, source, average_attn_weights=False)
 
-    assert close(module(jnp.asarray(x), jnp.asarray(context)), its, dtype)
-    assert close(module.weights(jnp.asarray(x), jnp.asarray(context)), weights, dtype)
+    found = module(jnp.asarray(x))
+    found_across = module(jnp.asarray(x), jnp.asarray(context))
+    found_weights = module.weights(jnp.asarray(x), jnp.asarray(context))
+
+    causal, _ = reference(query, query, query, attn_mask=future, need_weights=False)
+    assert close(found, causal, dtype)
+    across, weights = reference(query, source, source, average_attn_weights=False)
+    assert close(found_across, across, dtype)
+    assert close(found_weights, weights, dtype)
+    # the control: without the mask
+    seeing_the_future, _ = reference(query, query, query, attn_mask=None, need_weights=False)
+    assert not close(found, seeing_the_future, dtype)

@@ -58,33 +58,51 @@ class Attention(nn.Module):
     def placed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         if self.qk_norm:
             x = over_its_root_mean_square(x, self.epsilon)
-            x = x if norm is None else x * norm
-        return self.turned(x) if self.rotary else x
+            if norm is not None:
+                x = x * norm
+        if self.rotary:
+            x = self.turned(x)
+        return x
 
     def turned(self, x: Tensor) -> Tensor:
         """Feature i and the one half the features further on, as one complex number."""
-        time = x.shape[-2]
-        half = x.shape[-1] // 2
-        pace = self.base ** (-2 * torch.arange(half, dtype=x.dtype) / x.shape[-1])
-        angle = torch.outer(torch.arange(time, dtype=x.dtype), pace)
-        z = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angle)
-        return torch.cat([z.real, z.imag], dim=-1)
+        time, features = x.shape[-2:]
+        half = features // 2
+        pair = torch.arange(half, dtype=x.dtype)
+        position = torch.arange(time, dtype=x.dtype)
+        pace = self.base ** (-2 * pair / features)
+        angle = torch.outer(position, pace)
+        z = torch.complex(x[..., :half], x[..., half:])
+        turned = z * torch.exp(1j * angle)
+        return torch.cat([turned.real, turned.imag], dim=-1)
 
     def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         source = x if context is None else context
-        query = self.placed(self.split(self.query(x), self.num_heads), self.query_norm.weight)
-        key = self.placed(self.split(self.key(source), self.num_kv_heads), self.key_norm.weight)
-        affinity = query @ self.for_each_query_head(key).mT * self.scale
+        query = self.split(self.query(x), self.num_heads)
+        key = self.split(self.key(source), self.num_kv_heads)
+        query = self.placed(query, self.query_norm.weight)
+        key = self.placed(key, self.key_norm.weight)
+        key = self.for_each_query_head(key)
+        affinity = query @ key.mT * self.scale
         if self.causal and context is None:
-            position = torch.arange(x.shape[1])
-            distance = position[:, None] - position
-            reach = x.shape[1] if self.window is None else self.window
-            affinity = affinity.masked_fill((distance < 0) | (distance >= reach), -torch.inf)
+            hidden = self.hidden_keys(x.shape[1])
+            affinity = affinity.masked_fill(hidden, -torch.inf)
         return affinity.softmax(-1)
 
+    def hidden_keys(self, time: int) -> Tensor:
+        """Where a key comes after its query, or too long before it."""
+        position = torch.arange(time)
+        distance = position[:, None] - position
+        later = distance < 0
+        if self.window is None:
+            return later
+        return later | (distance >= self.window)
+
     def heads(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        value = self.split(self.value(x if context is None else context), self.num_kv_heads)
-        read = self.weights(x, context) @ self.for_each_query_head(value)
+        source = x if context is None else context
+        value = self.split(self.value(source), self.num_kv_heads)
+        value = self.for_each_query_head(value)
+        read = self.weights(x, context) @ value
         return read.transpose(1, 2).flatten(-2)
 
 
@@ -107,16 +125,22 @@ class FeedForward(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
-        sizes = config.embed_dim, config.hidden_dim or 4 * config.embed_dim
-        self.gate = nn.Linear(*sizes, bias=config.use_bias) if config.gated else None
-        self.expansion = nn.Linear(*sizes, bias=config.use_bias)
-        self.projection = nn.Linear(*sizes[::-1], bias=config.use_bias)
+        embed_dim = config.embed_dim
+        hidden_dim = config.hidden_dim or 4 * embed_dim
+        self.gate = None
+        if config.gated:
+            self.gate = nn.Linear(embed_dim, hidden_dim, bias=config.use_bias)
+        self.expansion = nn.Linear(embed_dim, hidden_dim, bias=config.use_bias)
+        self.projection = nn.Linear(hidden_dim, embed_dim, bias=config.use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         activate = ACTIVATIONS[self.activation]
+        hidden = self.expansion(x)
         if self.gate is None:
-            return self.projection(activate(self.expansion(x)))
-        return self.projection(self.expansion(x) * activate(self.gate(x)))
+            hidden = activate(hidden)
+        else:
+            hidden = hidden * activate(self.gate(x))
+        return self.projection(hidden)
 
 
 def norm_of(config):
@@ -153,16 +177,19 @@ class NGramEmbedding(nn.Module):
         """A number below 2**32 for each n-gram, whose newest token is the last and goes first."""
         mixed = torch.zeros_like(ngrams[..., 0])
         for token in reversed(ngrams.unbind(-1)):
+            product = (mixed + token + 1) * self.multiplier
             # what overflows 64 bits is a multiple of 2**32
-            mixed = (mixed + token + 1) * self.multiplier & 0xFFFFFFFF
-            mixed = mixed ^ mixed >> 15
+            mixed = product & 0xFFFFFFFF
+            mixed = mixed ^ (mixed >> 15)
         return mixed
 
     def forward(self, tokens: Tensor) -> Tensor:
         found = []
         for place, size in enumerate(self.sizes):
-            ngrams = F.pad(tokens, (size - 1, 0), value=self.missing).unfold(1, size, 1)
-            rows = self.hashes(ngrams) % self.num_rows + place * self.num_rows
+            padded = F.pad(tokens, (size - 1, 0), value=self.missing)
+            ngrams = padded.unfold(1, size, 1)
+            rows = self.hashes(ngrams) % self.num_rows
+            rows = rows + place * self.num_rows  # each size has rows of its own
             found.append(F.embedding(rows, self.table.weight))
         return torch.stack(found).sum(0)
 
@@ -170,28 +197,23 @@ class NGramEmbedding(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
+        embed_dim = config.embed_dim
         self.softcap = config.logit_softcap
-        self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.position_embedding = (
-            nn.Embedding(config.block_size, config.embed_dim)
-            if config.positions == "learned"
-            else None
-        )
-        self.ngram_embedding = (
-            NGramEmbedding(config.ngram_sizes, config.ngram_rows, config.embed_dim)
-            if config.ngram_sizes
-            else None
-        )
-        self.shortcut = (
-            nn.Parameter(torch.zeros(config.num_layers)) if config.embedding_shortcut else None
-        )
+        self.token_embedding = nn.Embedding(config.vocab_size, embed_dim)
+        self.position_embedding = None
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.block_size, embed_dim)
+        self.ngram_embedding = None
+        if config.ngram_sizes:
+            self.ngram_embedding = NGramEmbedding(config.ngram_sizes, config.ngram_rows, embed_dim)
+        self.shortcut = None
+        if config.embedding_shortcut:
+            self.shortcut = nn.Parameter(torch.zeros(config.num_layers))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = norm_of(config)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(embed_dim, config.vocab_size, bias=config.head_bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = self.token_embedding(tokens)
@@ -205,8 +227,13 @@ class GPT(nn.Module):
                 x = x + self.shortcut[layer] * embedded
             x = block(x)
         x = self.final_norm(x)
-        logits = F.linear(x, self.token_embedding.weight) if self.head is None else self.head(x)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.head is None:
+            logits = F.linear(x, self.token_embedding.weight)
+        else:
+            logits = self.head(x)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
 
 
 class BigramLM(nn.Module):
