@@ -159,6 +159,12 @@ def test_a_step_that_doesn_t_fit(monkeypatch):
         compile_ahead(CONFIG, "v5e:2x2")
 
 
+MATRICES = PARAMETERS - 512 * 256 - 128 * 256
+
+
+"""The parameters that tokens are multiplied with: all but the tables of tokens and positions."""
+
+
 @pytest.mark.parametrize(
     ("chip", "bound"),
     [
@@ -177,21 +183,27 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
 
     def decide(config, machine):
-        assert (machine.device_memory, machine.devices) == (chip.memory, 4)
+        assert machine.device_memory == chip.memory
+        assert machine.devices == 4
         assert current_mesh().size == 4
         return dataclasses.replace(config, micro_batches=2)
 
     monkeypatch.setattr(ahead, "with_micro_batches", decide)
-    step = compile_ahead(dataclasses.replace(CONFIG, micro_batches="auto"), "v5e:2x2")
+    config = dataclasses.replace(CONFIG, micro_batches="auto")
+
+    step = compile_ahead(config, "v5e:2x2")
+
     assert step.micro_batches == 2
-    tokens = 16 * 128
-    products = PARAMETERS - 512 * 256 - 128 * 256
+    assert step.bound == bound
+    assert step.fits == (chip.memory >= 340)
     # forward and backward of every token; attention's two products over all 128 positions
-    flops = 3 * 2 * (products + 2 * 2 * 128 * 256) * tokens // 4
-    sent = sum(size for _, size in collectives(PROGRAM))
-    assert (step.flops, step.bound, step.fits) == (flops, bound, chip.memory >= 340)
+    tokens = 16 * 128
+    attention = 2 * 2 * 128 * 256
+    flops = 3 * 2 * (MATRICES + attention) * tokens // 4
+    assert step.flops == flops
     assert step.compute_seconds == flops / chip.peak_flops
     assert step.memory_seconds == 2 * 340 / chip.memory_bandwidth  # read, and written
+    sent = sum(size for _, size in collectives(PROGRAM))
     assert step.interconnect_seconds == sent / chip.interconnect
 
 
@@ -267,33 +279,41 @@ def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
     with caching_in(tmp_path):
         step, text = compiled(on, package, monkeypatch)
         assert jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    assert not list(tmp_path.iterdir())  # from where the program for a TPU could not be read
-    assert (step.chips, step.mesh) == (4, "fsdp=4")
+
+    assert list(tmp_path.iterdir()) == []  # from where the program for a TPU could not be read
+    assert step.chips == 4
+    assert step.mesh == "fsdp=4"
     # parameters and two moments of each, and three counters
-    expected = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 3 * 4
-    assert step.memory.state == expected
+    state = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 3 * 4
+    assert step.memory.state == state
     assert step.fits
     assert 0 < step.memory.working < 100 << 20
-    of_products = 2 * (PARAMETERS - 512 * 256 - 128 * 256)
+
     attention = 2 * 2 * 2 * 128 * 256
-    assert step.flops == 3 * (of_products + attention) * 16 * 128 // 4
+    flops_of_a_token = 3 * (2 * MATRICES + attention)
+    assert step.flops == flops_of_a_token * 16 * 128 // 4
     assert step.compute_seconds == step.flops / step.chip.peak_flops
     kept = step.memory.state + step.memory.working
     assert step.memory_seconds == 2 * kept / step.chip.memory_bandwidth
-    everything = sum(each.sent for each in step.collectives)
-    assert step.interconnect_seconds == everything / step.chip.interconnect
-    longest = max(step.compute_seconds, step.memory_seconds, step.interconnect_seconds)
-    assert getattr(step, f"{step.bound}_seconds") == longest
+    sent = {collective.kind: collective.sent for collective in step.collectives}
+    all_sent = sum(collective.sent for collective in step.collectives)
+    assert step.interconnect_seconds == all_sent / step.chip.interconnect
+    seconds = {
+        "compute": step.compute_seconds,
+        "memory": step.memory_seconds,
+        "interconnect": step.interconnect_seconds,
+    }
+    assert seconds[step.bound] == max(seconds.values())
+
     assert "bf16" in products(text)
-    sent = {each.kind: each.sent for each in step.collectives}
     # each matrix is gathered in 16 bits, forward and backward
-    gathered = 2 * 2 * (PARAMETERS - 512 * 256 - 128 * 256) * 3 // 4
+    gathered = 2 * 2 * MATRICES * 3 // 4
     assert sent["all-gather"] + sent.get("collective-permute", 0) >= gathered
     assert sent["all-gather"] < 2 * gathered
     if on.startswith("h100"):
         assert step.chip.platform == Platform("gpu", 9.0)
         assert step.kernels[:2] == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-        assert sent["reduce-scatter"] >= 4 * (PARAMETERS - 512 * 256 - 128 * 256) * 3 // 4
+        assert sent["reduce-scatter"] >= 4 * MATRICES * 3 // 4
 
 
 # --- costs of the presets' programs beside a record of them ---------------------------------------
