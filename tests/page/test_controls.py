@@ -70,46 +70,68 @@ def test_three_questions_are_answered_by_clicking(opened, look):
     """Which letters made this prediction; what happens without a head; what gives a weight."""
     tokens = TOKENIZER.encode(PROMPT).tolist()
     data = look(tokens, 7)
+    weights = unpacked(data["attention"])[1, 2, 15:21]  # row by row, up to the diagonal
+    queries = unpacked(data["products"]["query"])[1, 2]
+    keys = unpacked(data["products"]["key"])[1, 2]
+    without_head = look(tokens, 7, Changes(heads={(1, 2): 0}))
+    loss = mean_loss(data)
+    loss_without_head = mean_loss(without_head)
+
     opened.click(*middle_of(opened, "textSpans[5]"))
     opened.click(*middle_of(opened, "headButtons[1 * heads + 2]"))
     row = [opened.run(f"weight(1, 2, 5, {key})") for key in range(6)]
-    key = int(np.argmax(row))
-    assert row == pytest.approx(unpacked(data["attention"])[1, 2, 15:21], abs=1e-4)
+    assert row == pytest.approx(weights, abs=1e-4)
 
-    opened.click(*cell_of(opened, 5, key))
+    largest = int(np.argmax(row))
+    opened.click(*cell_of(opened, 5, largest))
     told = said(opened, "arithmetic")
-    query, keys = (unpacked(data["products"][name])[1, 2] for name in ("query", "key"))
-    product = float(re.match(r"query · key = (-?[\d.]+); scaled by ", told)[1])  # type: ignore[index]
-    assert product == pytest.approx(query[5] @ keys[key], abs=2e-3)
-    assert abs(float(told.split()[-1]) - row[key]) < 1e-3
+    match = re.match(r"query · key = (-?[\d.]+); scaled by .*\s(\S+)$", told, re.DOTALL)
+    assert match is not None, told
+    product = float(match[1])
+    weight = float(match[2])
+    assert product == pytest.approx(queries[5] @ keys[largest], abs=2e-3)
+    assert abs(weight - row[largest]) < 1e-3
 
     opened.click(*middle_of(opened, "document.querySelector('[name=\"1.2\"]')"))
     opened.run(SETTLED)
-    changed = look(tokens, 7, Changes(heads={(1, 2): 0}))
-    was, now = (-np.mean(each["next_log_probabilities"][-1]) for each in (data, changed))
+    difference = loss_without_head - loss
     effect = said(opened, "effect")
-    assert f"{was:.3f} nats per token before, {now:.3f} now ({now - was:+.3f})" in effect
+    assert (
+        f"{loss:.3f} nats per token before, {loss_without_head:.3f} now ({difference:+.3f})"
+        in effect
+    )
     assert "jgpt.edit" in said(opened, "code")
+
     opened.click(*middle_of(opened, "$('reset')"))
     opened.run(SETTLED)
     assert opened.run("data.before") is None
 
 
+def mean_loss(data):
+    return -np.mean(data["next_log_probabilities"][-1])
+
+
 def test_dials_shape_the_distribution_as_sampling_does(opened, look):
-    logits = look.model(jnp.asarray(TOKENIZER.encode(PROMPT))[None])[0, -1]
-    order = np.argsort(-np.asarray(logits), kind="stable")
-    scaled = np.asarray(logits)[order] / 0.5
+    dials = {"temperature": 0.5, "top-k": 5, "top-p": 0.9, "min-p": 0.05}
+    tokens = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
+    logits = np.asarray(look.model(tokens)[0, -1])
+    order = np.argsort(-logits, kind="stable")
+    scaled = logits[order] / 0.5
     p = np.exp(scaled - scaled.max())
     p[5:] = 0
-    kept = (np.cumsum(p) - p) / p.sum() < 0.9
-    p = p * kept * (p >= 0.05)
+    mass_before = (np.cumsum(p) - p) / p.sum()
+    p[mass_before >= 0.9] = 0
+    p[p < 0.05] = 0  # the likeliest has 1
     expected = (p / p.sum())[p > 0]
-    for dial, value in {"temperature": 0.5, "top-k": 5, "top-p": 0.9, "min-p": 0.05}.items():
+
+    for dial, value in dials.items():
         turn(opened, dial, value)
     found = opened.run("distribution(layers, time - 1).map(each => each.probability)")
+
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     assert opened.run("distribution(layers, time - 1)[0].token") == order[0]
     assert opened.run("document.querySelectorAll('#bars .bar').length") == len(expected)
+
     turn(opened, "temperature", 0)
     assert opened.run("distribution(layers, time - 1).map(each => each.probability)") == [1]
 

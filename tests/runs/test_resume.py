@@ -116,35 +116,46 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
 
     Killed at step 1, it has none yet.
     """
-    config = with_changes(small_run, **RUNS[run])
-    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole"))) if RUNS[run] else trained
-    assert RunDirectory(whole.directory).checkpoint_steps() == kept
     out = tmp_path / "run"
-    config = dataclasses.replace(config, out=str(out))
+    config = with_changes(small_run, **RUNS[run], out=str(out))
+    other_calls = dataclasses.replace(config, steps_per_call=5)
+    whole = trained
+    if RUNS[run]:
+        whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    assert RunDirectory(whole.directory).checkpoint_steps() == kept
     out.mkdir()  # killed before, while it made the directory
     faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
-    if killed_at:
-        kill = KillAt(killed_at) if last else KillBeforeTheFirstCheckpoint()
-        with pytest.raises(Killed):
-            fit(config, resume=True, progress=kill)
-    else:
+
+    if killed_at is None:
         stop = StopAtCall()
         with pytest.raises(TrainingStopped) as stopped:
             fit(config, resume=True, progress=stop, should_stop=stop.should_stop)
         assert str(stopped.value) == f"stopped after step {last}; its checkpoint is in {out}"
         assert stopped.value.step == last
-    assert RunDirectory(out).checkpoint_steps()[-1:] == [last] * bool(last)
-    assert RunDirectory(out).metrics()[0]["step"] == 0
+    else:
+        kill = KillAt(killed_at) if last else KillBeforeTheFirstCheckpoint()
+        with pytest.raises(Killed):
+            fit(config, resume=True, progress=kill)
+
+    saved = RunDirectory(out)
     if last:
+        assert saved.checkpoint_steps()[-1] == last
         load(out)
+    else:
+        assert saved.checkpoint_steps() == []
+    assert saved.metrics()[0]["step"] == 0
+
     faults.leave_all(out)
-    # in calls of another size, too
     with caplog.at_level(logging.WARNING), jax.log_compiles():
-        resumed = fit(dataclasses.replace(config, steps_per_call=5), resume=True)
-    assert sum("XLA compilation of jit(steps)" in line for line in caplog.messages) == 1
+        resumed = fit(other_calls, resume=True)
+
+    compilations = [line for line in caplog.messages if "XLA compilation of jit(steps)" in line]
+    assert len(compilations) == 1
     assert kill_resume.fingerprint(out) == kill_resume.fingerprint(whole.directory)
-    assert (resumed.sample, resumed.validation_loss) == (whole.sample, whole.validation_loss)
-    assert [line["step"] for line in RunDirectory(out).provenance()] == [0, last]  # no step twice
+    assert resumed.sample == whole.sample
+    assert resumed.validation_loss == whole.validation_loss
+    begun_at = [line["step"] for line in RunDirectory(out).provenance()]
+    assert begun_at == [0, last]  # no step twice
 
 
 ENDLESS = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
@@ -324,21 +335,25 @@ def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path
     text.write_bytes(b"\xef\xbb\xbf" + b"So long as men can breathe\r\nor eyes can see\r\n" * 30)
     data = {"data": (str(text),), "universal_newlines": False}
     config = with_changes(small_run, **BIGRAM, dataset=data, steps=4, out=str(tmp_path / "run"))
-    run = fit(config)
-    assert {"\r", "\ufeff"} < set(run.tokenizer.decode(range(run.tokenizer.vocab_size)))
-    path = tmp_path / "run" / "config.json"
-    old = json.loads(path.read_text())
-    del old["dataset"]["universal_newlines"], old["optimizer"]["schedule_steps"]
-    path.write_text(json.dumps(old))
-
-    assert evaluate(run.directory).loss == pytest.approx(run.validation_loss, rel=1e-6)
     today = with_changes(config, steps=5, dataset={"universal_newlines": True})
     progress = Heard()
-    again = fit(today, resume=True, progress=progress)
-    assert not again.config.dataset.universal_newlines
+
+    run = fit(config)
+    path = run.directory / "config.json"
+    older = json.loads(path.read_text())
+    del older["dataset"]["universal_newlines"]
+    del older["optimizer"]["schedule_steps"]
+    path.write_text(json.dumps(older))
+    evaluation = evaluate(run.directory)
+    resumed = fit(today, resume=True, progress=progress)
+
+    every_token = range(run.tokenizer.vocab_size)
+    assert {"\r", "\ufeff"} < set(run.tokenizer.decode(every_token))
+    assert evaluation.loss == pytest.approx(run.validation_loss, rel=1e-6)
+    assert not resumed.config.dataset.universal_newlines
     assert not any("newlines" in message for message in progress.messages)
-    digests = {line["text_sha256"] for line in RunDirectory(run.directory).provenance()}
-    assert len(digests) == 1
+    first, second = RunDirectory(run.directory).provenance()
+    assert first["text_sha256"] == second["text_sha256"]
 
 
 def test_a_run_of_universal_newlines_is_not_resumed_without_them(copy):

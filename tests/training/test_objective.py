@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -76,23 +77,30 @@ def test_micro_batches_and_their_metrics_are_averaged_by_weight():
     def loss_of(weights, tokens):
         return next_token_loss(merge(weights), Batch(tokens)).value
 
-    loss, gradients = jax.value_and_grad(loss_of)(weights, TOKENS[:3])
-    other_loss, other_gradients = jax.value_and_grad(loss_of)(weights, TOKENS[3:])
-    one, other = float(1 + TOKENS[0, 1]), float(1 + TOKENS[3, 1])
-    assert one != other
-    mean = (one * loss + other * other_loss) / (one + other)
-    gradient = jax.tree.map(
-        lambda a, b: (one * a + other * b) / (one + other), gradients, other_gradients
-    )
-    norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
+    differentiate = jax.value_and_grad(loss_of)
+    first_loss, first_gradients = differentiate(weights, TOKENS[:3])
+    second_loss, second_gradients = differentiate(weights, TOKENS[3:])
+    first_weight = float(1 + TOKENS[0, 1])
+    second_weight = float(1 + TOKENS[3, 1])
+    assert first_weight != second_weight
 
-    _, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
+    def weighted_mean(first, second):
+        total = first_weight * first + second_weight * second
+        return total / (first_weight + second_weight)
 
-    np.testing.assert_allclose(metrics.loss, [mean], rtol=1e-6)
+    loss = weighted_mean(first_loss, second_loss)
+    gradients = jax.tree.map(weighted_mean, first_gradients, second_gradients)
+    norm = optax.tree.norm(gradients)
+    weight = weighted_mean(first_weight, second_weight)
+
+    steps = make_train_steps(config)
+    _, metrics = steps(init_state(config), TOKENS[None], KEY, 1, 0)
+
+    np.testing.assert_allclose(metrics.loss, [loss], rtol=1e-6)
     np.testing.assert_allclose(metrics.gradient_norm, [norm], rtol=1e-5)
-    average = (one * one + other * other) / (one + other)
-    np.testing.assert_allclose(metrics.extra["first/weight"], [average], rtol=1e-6)
-    assert abs(mean - (loss + other_loss) / 2) > 1e-4
+    np.testing.assert_allclose(metrics.extra["first/weight"], [weight], rtol=1e-6)
+    # the control: a mean without weights is another
+    assert abs(loss - (first_loss + second_loss) / 2) > 1e-4
 
 
 def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_batches():
