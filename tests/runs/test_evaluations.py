@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,44 @@ class Interrupting(Heard):
         self.heard.append(step)
 
 
+EVALUATED = (4, 8, 11)
+
+
+def losses_of(out: str) -> dict[int, float | None]:
+    return {step: line.get("validation_loss") for step, line in lines_of(out).items()}
+
+
+def about(word: str, messages: list[str]) -> list[str]:
+    return [message for message in messages if word in message]
+
+
 @pytest.mark.usefixtures("many_calls")
 @pytest.mark.parametrize("step", only([11], [4, 11]))
 def test_a_signal_ends_an_evaluation_and_whoever_resumes_evaluates_that_step_again(
     quick, whole, step
 ):
     asked: list[bool] = []
-    progress = Interrupting(lambda: asked.append(True), at=6 * [4, 8, 11].index(step) + 3)
+    # each evaluation has six batches
+    third_call = 6 * EVALUATED.index(step) + 3
+    progress = Interrupting(lambda: asked.append(True), at=third_call)
+    again = Interrupting(lambda: None, at=1)
+
     with pytest.raises(TrainingStopped) as stopped:
         fit(quick, progress=progress, should_stop=lambda: bool(asked))
+
+    assert stopped.value.step == step
     # after two of six batches of 35 targets, not at the end of the evaluation
-    assert (stopped.value.step, progress.heard[-1]) == (step, (70, 191))
+    assert progress.heard[-1] == (70, 191)
     # nothing is lost: the state and all lines are there, without the loss
-    assert [*lines_of(quick.out)][-1] == step
+    assert max(lines_of(quick.out)) == step
     assert "validation_loss" not in lines_of(quick.out)[step]
     assert manifest(quick.out, step).validation_loss is None
-    again = Interrupting(lambda: None, at=1)
+
     run = fit(quick, resume=True, progress=again)
+
     assert again.heard[0] == (0, 191)
-    assert next(heard for heard in again.heard if isinstance(heard, int)) == step
+    evaluated = [event for event in again.heard if isinstance(event, int)]
+    assert evaluated[0] == step
     assert fingerprint(run.directory) == fingerprint(whole.directory)
     assert run.validation_loss == whole.validation_loss
     assert manifest(quick.out, 11).unevaluated is None
@@ -103,66 +123,69 @@ class Killed(BaseException):
     pass
 
 
-def die() -> None:
+def raise_killed(*_: Any, **__: Any) -> None:
     raise Killed
+
+
+MOMENTS = {
+    "in the evaluation": (Heard, "evaluating"),
+    "before the metrics": (loop.MetricsLogger, "add_evaluation"),
+    "before the manifest": (Checkpoints, "evaluated"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_calls")
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_that_dies_at_any_moment_of_an_evaluation_loses_nothing(
-    quick, whole, tmp_path, monkeypatch
+    quick, whole, monkeypatch, moment
 ):
-    def raise_killed(*_: Any, **__: Any) -> None:
-        raise Killed
+    owner, method = MOMENTS[moment]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, raise_killed, raising=False)
+        # an estimate of step 0 has one line, which ends with the next call
+        patched.setattr(loop.Training, "_estimate", lambda self: None)
+        with pytest.raises(Killed):
+            fit(quick, progress=Heard())
 
-    def before_the_metrics(patched):
-        patched.setattr(loop.MetricsLogger, "add_evaluation", raise_killed)
+    assert RunDirectory.open(quick.out).checkpoint_steps()[-1] == 4
+    assert manifest(quick.out, 4).validation_loss is None
 
-    def before_the_manifest(patched):
-        patched.setattr(Checkpoints, "evaluated", raise_killed)
+    run = fit(quick, resume=True)
 
-    def in_the_evaluation(patched):
-        patched.setattr(Heard, "evaluating", lambda *_: die(), raising=False)
-
-    for moment in (in_the_evaluation, before_the_metrics, before_the_manifest):
-        out = str(tmp_path / moment.__name__)
-        config = dataclasses.replace(quick, out=out)
-        with monkeypatch.context() as patched:
-            moment(patched)
-            # an estimate of step 0 has one line, which ends with the next call
-            patched.setattr(loop.Training, "_estimate", lambda self: None)
-            with pytest.raises(Killed):
-                fit(config, progress=Heard())
-        assert RunDirectory.open(out).checkpoint_steps()[-1] == 4, moment
-        assert manifest(out, 4).validation_loss is None
-        run = fit(config, resume=True)
-        steps = lines_of(out)
-        assert [*steps][-11:] == list(range(1, 12))
-        assert steps[4]["validation_loss"] == lines_of(str(whole.directory))[4]["validation_loss"]
-        assert run.validation_loss == whole.validation_loss
-        assert run.best_step == whole.best_step
+    losses = losses_of(quick.out)
+    assert list(losses)[-11:] == list(range(1, 12))
+    assert losses[4] == losses_of(str(whole.directory))[4]
+    assert losses[4] is not None
+    assert run.validation_loss == whole.validation_loss
+    assert run.best_step == whole.best_step
 
 
 @pytest.mark.usefixtures("many_calls")
 def test_the_state_is_on_disk_while_it_is_evaluated(quick):
+    checkpoints = Path(quick.out) / "checkpoints"
     found = []
 
     def look():
         until = time.monotonic() + 20  # it is saved in the background
-        while not (Path(quick.out) / "checkpoints" / "4").is_dir():
+        while not (checkpoints / "4").is_dir():
             assert time.monotonic() < until
             time.sleep(0.01)
         found.append(manifest(quick.out, 4))
 
     fit(quick, progress=Interrupting(look, at=2))
-    assert found[0].validation_loss is None
-    assert found[0].unevaluated is not None
-    assert found[0].unevaluated["step"] == 4
-    losses = {step: line.get("validation_loss") for step, line in lines_of(quick.out).items()}
-    with Checkpoints(RunDirectory(Path(quick.out)), read_only=True) as checkpoints:
-        for step in checkpoints.steps():
-            assert manifest(quick.out, step).validation_loss == losses[step]
-            assert manifest(quick.out, step).unevaluated is None
+
+    (meanwhile,) = found
+    assert meanwhile.validation_loss is None
+    assert meanwhile.unevaluated is not None
+    assert meanwhile.unevaluated["step"] == 4
+    losses = losses_of(quick.out)
+    steps = RunDirectory(Path(quick.out)).checkpoint_steps()
+    assert steps
+    for step in steps:
+        afterwards = manifest(quick.out, step)
+        assert afterwards.validation_loss == losses[step]
+        assert afterwards.unevaluated is None
 
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_needs_them(quick, monkeypatch):
@@ -174,23 +197,26 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_needs_them(quick, monkey
     save = Checkpoints.save
     add_loss = Checkpoints.evaluated
 
-    def appended(self, name, lines, **options):
+    def append_and_note(self, name, lines, **options):
         append(self, name, lines, **options)
         if name == METRICS and options.get("durable"):
             durable.update(lines_of(quick.out))
 
-    def saving(self, state, loss, **options):
-        saved.append((int(state.step), max(durable, default=None)))
+    def note_and_save(self, state, loss, **options):
+        newest = max(durable, default=None)
+        saved.append((int(state.step), newest))
         save(self, state, loss, **options)
 
-    def evaluated_with(self, step, loss):
-        evaluated.append((step, durable.get(step, {}).get("validation_loss") == loss))
+    def note_and_add_loss(self, step, loss):
+        line = durable.get(step, {})
+        evaluated.append((step, line.get("validation_loss") == loss))
         add_loss(self, step, loss)
 
-    monkeypatch.setattr(RunDirectory, "append", appended)
-    monkeypatch.setattr(Checkpoints, "save", saving)
-    monkeypatch.setattr(Checkpoints, "evaluated", evaluated_with)
+    monkeypatch.setattr(RunDirectory, "append", append_and_note)
+    monkeypatch.setattr(Checkpoints, "save", note_and_save)
+    monkeypatch.setattr(Checkpoints, "evaluated", note_and_add_loss)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 1e9)  # the steps that are saved are fixed
+
     fit(quick)
 
     # the line of a step that is evaluated next is in its checkpoint
@@ -213,11 +239,14 @@ def test_a_run_places_its_evaluation_windows_once(quick, monkeypatch):
 
 
 def test_a_manifest_from_before_evaluations_were_interrupted_is_read(trained):
-    path = trained.directory / "checkpoints" / "11"
-    text = json.loads((path / "manifest.json").read_text())
-    del text["sha256"], text["unevaluated"]
+    path = trained.directory / "checkpoints" / "11" / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    del values["unevaluated"]
 
-    assert Manifest(**text).unevaluated is None
+    read = Manifest(**values)
+
+    assert read.unevaluated is None
 
 
 def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick, monkeypatch):
@@ -225,28 +254,36 @@ def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick
     losses = iter([2.0, 1.9, 2.5, 2.2, 2.3, 2.4])
     monkeypatch.setattr(loop.Evaluator, "exact", lambda *_: next(losses))
     config = with_changes(quick, eval_tokens=50, steps=8)
-    assert fit(config).best_step == 8
-    progress = Heard()
     longer = dataclasses.replace(config, eval_tokens=None, steps=99, patience=2)
-    assert plan(longer, resume=True, progress=progress).evaluations.comparable_after == 8
-    (warning,) = (message for message in progress.messages if "eval_tokens" in message)
-    assert warning == (
+    automatic = dataclasses.replace(longer, eval_tokens="auto")
+    progress = Heard()
+
+    shorter_run = fit(config)
+    planned = plan(longer, resume=True, progress=progress)
+    planned_automatically = plan(automatic, resume=True)
+
+    assert shorter_run.best_step == 8
+    assert planned.evaluations.comparable_after == 8
+    assert about("eval_tokens", progress.messages) == [
         "eval_tokens=None instead of 50: validation losses up to step 8 are over 49 tokens, the "
         "first of 191, later ones over all 191 tokens, and can't be compared with them. The best "
         "checkpoint and patience go by the later ones"
-    )
+    ]
     # `auto` keeps the recorded targets only where it chose them itself
-    automatic = dataclasses.replace(longer, eval_tokens="auto")
-    assert plan(automatic, resume=True).evaluations.targets == 191
+    assert planned_automatically.evaluations.targets == 191
+
     run = fit(longer, resume=True, progress=progress)
-    assert (run.best_step, run.validation_loss) == (16, 2.2)
+
+    assert run.best_step == 16
+    assert run.validation_loss == 2.2
     # two evaluations after the best of them; two after the best of all would be at 16
     assert max(lines_of(quick.out)) == 24
+
     # resumed again, there is nothing new to say
     quiet = Heard()
-    plan(longer, resume=True, progress=quiet)
-    assert not [message for message in quiet.messages if "eval_tokens" in message]
-    assert plan(longer, resume=True).evaluations.comparable_after == 8
+    planned_again = plan(longer, resume=True, progress=quiet)
+    assert about("eval_tokens", quiet.messages) == []
+    assert planned_again.evaluations.comparable_after == 8
 
 
 @pytest.mark.parametrize(("losses", "best_step"), [((2.0, 1.9), 8), ((1.9, 2.0), 4)])
@@ -280,17 +317,20 @@ def test_a_state_whose_loss_is_unknown_takes_the_place_of_no_good_checkpoint(qui
 def test_the_targets_of_auto_stay_when_a_run_is_trained_further(quick, monkeypatch):
     """Eight steps allow a window, twenty-four would allow three."""
     monkeypatch.setattr(evaluation, "SMALL_SPLIT", 10)
-    run = fit(with_changes(quick, steps=8, eval_interval=4))
-    assert (run.evaluations.targets, run.evaluations.spread) == (21, True)
-    assert run.evaluations.over == " over 21 of 191 tokens"
     longer = with_changes(quick, steps=80, eval_interval=20)
-    assert (
-        plan(dataclasses.replace(longer, out=str(Path(quick.out) / "x"))).evaluations.targets > 21
-    )
+    longer_from_the_start = dataclasses.replace(longer, out=str(Path(quick.out) / "x"))
     progress = Heard()
-    again = fit(longer, resume=True, progress=progress)
-    assert again.evaluations.targets == 21
-    assert not [message for message in progress.messages if "eval_tokens" in message]
+
+    run = fit(with_changes(quick, steps=8, eval_interval=4))
+    resumed = fit(longer, resume=True, progress=progress)
+
+    assert run.evaluations.targets == 21
+    assert run.evaluations.spread
+    assert run.evaluations.over == " over 21 of 191 tokens"
+    assert resumed.evaluations.targets == 21
+    assert about("eval_tokens", progress.messages) == []
+    # the control
+    assert plan(longer_from_the_start).evaluations.targets > 21
 
 
 def test_the_last_evaluation_is_exact_where_that_fits(quick, monkeypatch):
@@ -305,15 +345,21 @@ def test_the_last_evaluation_is_exact_where_that_fits(quick, monkeypatch):
             heard.append(("all", step, validation_loss))
 
     config = with_changes(quick, steps=80, eval_interval=8)
+
     run = fit(config, progress=Exactly())
-    assert run.evaluations.exact_last
-    assert [(what, step) for what, step, _ in heard[-2:]] == [("part", 80), ("all", 80)]
     exact = evaluate(run.directory, which="last")
+
+    assert run.evaluations.exact_last
     assert exact.tokens == 191
-    assert heard[-1][2] == exact.loss != heard[-2][2]
-    assert lines_of(quick.out)[80]["exact_validation_loss"] == exact.loss
-    assert [step for step, line in lines_of(quick.out).items() if "exact_validation_loss" in line]
-    assert manifest(quick.out, 80).validation_loss == heard[-2][2]
+    *_, of_part, of_all = heard
+    assert of_part[:2] == ("part", 80)
+    assert of_all == ("all", 80, exact.loss)
+    assert of_part[2] != exact.loss
+    lines = lines_of(quick.out)
+    with_exact_losses = [step for step, line in lines.items() if "exact_validation_loss" in line]
+    assert with_exact_losses == [80]
+    assert lines[80]["exact_validation_loss"] == exact.loss
+    assert manifest(quick.out, 80).validation_loss == of_part[2]
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(0.1, [3, 6, 9]), (0.5, [5, 10]), (2.0, [])])
@@ -323,65 +369,70 @@ def test_until_the_first_evaluation_a_checkpoint_is_half_a_minute_old_at_most(
     """Steps take ten seconds. Saving takes 0.1, or more than a hundredth of the time."""
     now = [1000.0]
     saves = []
-    make = fit_module.make_train_steps
+    make_steps = fit_module.make_train_steps
 
-    def make_slow(config):
-        steps = make(config)
+    def make_slow_steps(config):
+        steps = make_steps(config)
 
-        def run(*arguments):
-            now[0] += 10 * arguments[3]
-            return steps(*arguments)
+        def run(state, windows, key, count, first):
+            now[0] += 10 * count
+            return steps(state, windows, key, count, first)
 
         return run
 
     def save(self, state, loss, **_):
         saves.append(int(state.step))
 
-    clock = type("Clock", (), {"monotonic": lambda: now[0], "perf_counter": time.perf_counter})
+    def should_stop():
+        return now[0] >= 1110
+
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 30.0)
     monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(fit_module, "make_train_steps", make_slow)
+    monkeypatch.setattr(fit_module, "make_train_steps", make_slow_steps)
     monkeypatch.setattr(Checkpoints, "seconds", lambda self: seconds)
     monkeypatch.setattr(loop.Training, "_estimate", lambda self: None)
     monkeypatch.setattr(Checkpoints, "save", save)
-    stop = lambda: now[0] >= 1110  # noqa: E731
     config = dataclasses.replace(quick, steps=99, eval_interval=50, steps_per_call=1)
 
     with pytest.raises(TrainingStopped):
-        fit(config, should_stop=stop)
+        fit(config, should_stop=should_stop)
+
     assert saves == [*saved, 11]
 
 
 def test_a_call_reads_the_windows_of_its_steps_alone(quick, monkeypatch):
     """Progress that wants to hear of each step reads no more than its own windows."""
 
-    class Each(Heard):
+    class EachStep(Heard):
         most_steps = 1
 
     read = []
     taken = []
-    make = fit_module.make_train_steps
+    make_steps = fit_module.make_train_steps
     batches = loop.batches
 
-    def recorded(config):
-        steps = make(config)
+    def make_noted_steps(config):
+        steps = make_steps(config)
 
-        def run(*arguments):
-            if arguments[3]:
-                taken.append(arguments[3])
-            return steps(*arguments)
+        def run(state, windows, key, count, first):
+            if count:
+                taken.append(count)
+            return steps(state, windows, key, count, first)
 
         return run
 
-    def reading(*arguments, **options):
+    def read_batches(*arguments, **options):
         read.append(options["count"])
         return batches(*arguments, **options)
 
-    monkeypatch.setattr(fit_module, "make_train_steps", recorded)
-    monkeypatch.setattr(loop, "batches", reading)
-    fit(quick, progress=Each())
+    monkeypatch.setattr(fit_module, "make_train_steps", make_noted_steps)
+    monkeypatch.setattr(loop, "batches", read_batches)
 
-    assert taken == read == [1] * 11
+    fit(quick, progress=EachStep())
+
+    assert taken == [1] * 11
+    assert read == [1] * 11
 
 
 class Unread:
@@ -408,26 +459,33 @@ def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_wait
     quick, monkeypatch
 ):
     events: list[Any] = []
-    make = fit_module.make_train_steps
+    make_steps = fit_module.make_train_steps
 
-    def recorded(config):
-        steps = make(config)
+    def make_unread_steps(config):
+        steps = make_steps(config)
 
         def run(state, windows, key, count, first):
             state, metrics = steps(state, windows, key, count, first)
+            last = first + count
             if count:
-                events.append(("dispatched", first + count))
-            names = ("loss", "gradient_norm", "learning_rate")
-            unread = {name: Unread(events, first + count, getattr(metrics, name)) for name in names}
-            return state, type("Metrics", (), {**unread, "extra": None})
+                events.append(("dispatched", last))
+            unread = types.SimpleNamespace(
+                loss=Unread(events, last, metrics.loss),
+                gradient_norm=Unread(events, last, metrics.gradient_norm),
+                learning_rate=Unread(events, last, metrics.learning_rate),
+                extra=None,
+            )
+            return state, unread
 
         return run
 
-    monkeypatch.setattr(fit_module, "make_train_steps", recorded)
+    monkeypatch.setattr(fit_module, "make_train_steps", make_unread_steps)
     monkeypatch.setattr(loop.Training, "_estimate", lambda self: None)
+
     fit(with_changes(quick, steps=6, eval_interval=6, steps_per_call=2))
-    waited = [event for event in events if event[0] == "waited"]
+
+    waited = [step for what, step in events if what == "waited"]
     assert len(waited) >= 3
-    for event in waited[:-1]:  # the evaluation waits for the last one
-        dispatched = [step for what, step in events[: events.index(event)] if what == "dispatched"]
-        assert dispatched[-1] > event[1]
+    for step in waited[:-1]:  # the evaluation waits for the last one
+        before = events[: events.index(("waited", step))]
+        assert any(what == "dispatched" and other > step for what, other in before)
