@@ -85,6 +85,14 @@ class Anatomy:
     width: int
     """The number of features in the stream that blocks map."""
 
+    def switchable_blocks(self) -> list[bool]:
+        """Return for each block whether what it adds to the stream can be switched off."""
+        return [len(paths) > 0 for paths in self.branches]
+
+    def switchable_layers(self) -> list[bool]:
+        """Return for each layer of attention whether its heads can be switched off."""
+        return [path is not None for path in self.head_outputs]
+
 
 def anatomy_of(model: Any) -> Anatomy:
     """Find the anatomy of a model. Nothing is computed."""

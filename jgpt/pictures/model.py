@@ -22,6 +22,9 @@ def page_model(look: Look) -> dict[str, Any]:
     Raises Uncomputable if the model needs a primitive that the page lacks.
     """
     anatomy = look.anatomy
+    programs = []
+    for length in program_lengths(look):
+        programs.append(_program_for(look, length))
     return {
         "name": look.name,
         "vocab_size": look.model.vocab_size,
@@ -30,11 +33,11 @@ def page_model(look: Look) -> dict[str, Any]:
         "candidates": CANDIDATES,
         "most_candidates": MOST_CANDIDATES,
         "window": anatomy.window,
-        "blocks": [len(paths) > 0 for paths in anatomy.branches],
-        "layers": [path is not None for path in anatomy.head_outputs],
+        "blocks": anatomy.switchable_blocks(),
+        "layers": anatomy.switchable_layers(),
         "heads": anatomy.heads,
         "width": anatomy.width,
-        "programs": [_program_for(look, length) for length in program_lengths(look)],
+        "programs": programs,
         "decoding": _decoding_of(look),
         "sampling": sampling_program(look.model.vocab_size).as_data(),
     }
@@ -51,14 +54,18 @@ def require_primitives(look: Look) -> None:
 
 
 def program_lengths(look: Look) -> list[int]:
-    """Return the numbers of tokens that programs are made for: texts are padded to the next."""
+    """Return the numbers of tokens that programs are made for: texts are padded to the next.
+
+    The last length holds every text that a page can show.
+    """
     most = look.most_tokens()
-    lengths = []
-    length = min(SHORTEST, look.model.block_size)
+    block_size = look.model.block_size
+    length = min(SHORTEST, block_size)
+    lengths = [length]
     while length < most:
+        length = min(2 * length, block_size)
         lengths.append(length)
-        length = min(2 * length, look.model.block_size)
-    return [*lengths, length]
+    return lengths
 
 
 def _program_for(look: Look, length: int) -> dict[str, Any]:
@@ -84,24 +91,33 @@ def gradient_program(look: Look, length: int) -> Program:
 
     Its inputs are those of the forward program, and `2`: the share of each prediction in the loss,
     which is 0 for those of padding. `arrays/i` is the gradient for array i.
+
+    JAX gives gradients for a function's arguments, and these arrays are made inside. So a change is
+    added to each of them, and the gradient is taken for the changes, at zero.
     """
     inputs = look.neutral_inputs(length)
     no_shares = np.zeros(length - 1, np.float32)
     forward = functools.partial(_loss_and_arrays, look)
     closed = jax.make_jaxpr(forward)(look.weights, inputs, no_shares)
-    arrays = closed.jaxpr.outvars[1:]
-    variables = list(dict.fromkeys(arrays))  # a function may return its argument
+    _, *arrays = closed.jaxpr.outvars
+    # Each variable once. A function may return its argument, and then two arrays are one variable.
+    variables = list(dict.fromkeys(arrays))
 
     def gradients(weights: Any, inputs: Any, shares: Any) -> dict[str, Any]:
         arguments = jax.tree.leaves((weights, inputs, shares))
 
-        def loss(changes: Sequence[Any]) -> Any:
-            return _evaluate(closed, arguments, dict(zip(variables, changes, strict=True)))[0]
+        def changed_loss(changes: Sequence[Any]) -> Any:
+            change_of = dict(zip(variables, changes, strict=True))
+            loss, *_ = _evaluate(closed, arguments, change_of)
+            return loss
 
-        zeros = [jnp.zeros(variable.aval.shape, variable.aval.dtype) for variable in variables]
-        value, found = jax.value_and_grad(loss)(zeros)
-        gradient_of = dict(zip(variables, found, strict=True))
-        return {"loss": value, "arrays": [gradient_of[variable] for variable in arrays]}
+        # Made while this function is traced: an operation in the program, not numbers in the page.
+        zeros = []
+        for variable in variables:
+            zeros.append(jnp.zeros(variable.aval.shape, variable.aval.dtype))
+        loss, for_variables = jax.value_and_grad(changed_loss)(zeros)
+        gradient_of = dict(zip(variables, for_variables, strict=True))
+        return {"loss": loss, "arrays": [gradient_of[variable] for variable in arrays]}
 
     return make_program(gradients, look.weights, inputs, no_shares)
 
@@ -109,8 +125,9 @@ def gradient_program(look: Look, length: int) -> Program:
 def _loss_and_arrays(look: Look, weights: Any, inputs: Any, shares: Any) -> list[Any]:
     """Return the loss on a text and padding, then the arrays of its pass."""
     arrays = look.traced_arrays(weights, inputs)
-    logits = arrays[-1]
-    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))[0, :-1]  # time-1 vocab
+    logits = arrays[-1].astype(jnp.float32)  # 1 time vocab
+    # The last position predicts a token that the text doesn't have.
+    log_probabilities = jax.nn.log_softmax(logits)[0, :-1]  # time-1 vocab
     following = inputs["tokens"][0, 1:]  # time-1
     chosen = jnp.take_along_axis(log_probabilities, following[:, None], axis=-1)[:, 0]
     # Not a product alone: a prediction of padding may be -inf, and 0 * inf is NaN.
@@ -124,6 +141,7 @@ def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) ->
     The gradient for the change is that for the variable: for what a module returns, but also for an
     argument that is the sum of two results, which no function returns.
     """
+    jaxpr = closed.jaxpr
     values: dict[Any, Any] = {}
 
     def read(variable: Any) -> Any:
@@ -137,26 +155,33 @@ def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) ->
             if variable in changes:
                 values[variable] = result + changes[variable]
 
-    write(closed.jaxpr.constvars, closed.consts)
-    write(closed.jaxpr.invars, arguments)
-    ever_read = set(_variables_of(closed.jaxpr.outvars))
-    for equation in closed.jaxpr.eqns:
-        ever_read.update(_variables_of(equation.invars))
-    for equation in closed.jaxpr.eqns:
+    write(jaxpr.constvars, closed.consts)
+    write(jaxpr.invars, arguments)
+    variables_read = _variables_read(jaxpr)
+    for equation in jaxpr.eqns:
+        operands = _distinct_variables(equation.invars)
+        # JAX writes a result that is never read as `_`, which can't be asked for.
+        results = [variable for variable in equation.outvars if variable in variables_read]
         # As a jaxpr of its own, which a public function of JAX evaluates.
-        operands = list(dict.fromkeys(_variables_of(equation.invars)))
-        results = [variable for variable in equation.outvars if variable in ever_read]
-        alone = closed.jaxpr.replace(
-            constvars=[], invars=operands, outvars=results, eqns=[equation]
-        )
+        alone = jaxpr.replace(constvars=[], invars=operands, outvars=results, eqns=[equation])
         function = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
-        write(results, function(*[values[variable] for variable in operands]))
-    return [read(variable) for variable in closed.jaxpr.outvars]
+        arguments_of_equation = [values[variable] for variable in operands]
+        write(results, function(*arguments_of_equation))
+    return [read(variable) for variable in jaxpr.outvars]
 
 
-def _variables_of(atoms: Sequence[Any]) -> list[Any]:
-    """Return those that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+def _variables_read(jaxpr: Any) -> set[Any]:
+    """Return the variables that an equation reads, and those that are results of the jaxpr."""
+    variables = set(_distinct_variables(jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        variables.update(_distinct_variables(equation.invars))
+    return variables
+
+
+def _distinct_variables(atoms: Sequence[Any]) -> list[Any]:
+    """Return each variable once, without the literals."""
+    variables = [atom for atom in atoms if not isinstance(atom, core.Literal)]
+    return list(dict.fromkeys(variables))
 
 
 # --- writing on -----------------------------------------------------------------------------------
@@ -176,9 +201,12 @@ def _decoding_of(look: Look) -> dict[str, Any] | None:
     fill = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        fill[f"1/{name}"] = np.asarray(leaf).ravel()[:1].tolist()
+        first_number = np.asarray(leaf).ravel()[:1]  # none for an array without entries
+        fill[f"1/{name}"] = first_number.tolist()
+    # A cache takes no padding, so tokens that don't fill a chunk are read one by one.
+    chunk = min(CHUNK, look.model.block_size)
     programs = {}
-    for count in sorted({1, min(CHUNK, look.model.block_size)}):
+    for count in sorted({1, chunk}):
         programs[str(count)] = decoding_program(look, count).as_data()
     return {"programs": programs, "fill": fill}
 
@@ -200,10 +228,12 @@ def decoding_program(look: Look, count: int) -> Program:
         model = look.model_with(weights)
         updated = nnx.merge(graph, cache)
         hidden = model.hidden(tokens, cache=updated)
+        # After the last token alone, since the page samples nowhere else.
         logits = model.logits(hidden[:, -1:])[0, 0]
         return {"logits": logits, "cache": nnx.to_pure_dict(nnx.state(updated))}
 
-    return make_program(step, look.weights, cache, np.zeros((1, count), np.int32))
+    tokens = np.zeros((1, count), np.int32)
+    return make_program(step, look.weights, cache, tokens)
 
 
 def sampling_program(vocab_size: int) -> Program:
@@ -221,4 +251,5 @@ def sampling_program(vocab_size: int) -> Program:
         return next_token(logits[None], key, sampling)[0]
 
     logits = np.zeros(vocab_size, np.float32)
-    return make_program(draw, logits, np.zeros(2, np.uint32), np.int32(0), np.float32(1))
+    words = np.zeros(2, np.uint32)
+    return make_program(draw, logits, words, np.int32(0), np.float32(1))

@@ -152,15 +152,19 @@ class Look:
         other_streams = None
         if changes.patch is not None:
             _, _, other_prompt = changes.patch
-            other_tokens = encode_text(self.tokenizer, other_prompt)
-            if len(other_tokens) != len(tokens):
-                raise ValueError(
-                    f"the other prompt has {counted(len(other_tokens), 'token')} and this one "
-                    f"{len(tokens)}: a patch needs as many"
-                )
-            other_streams = self._run(other_tokens.tolist(), Changes())["streams"]
+            other_streams = self._streams_of(other_prompt, len(tokens))
         outputs = self._run(tokens, changes, other_streams)
         return self._page_data(tokens, prompt, outputs, unchanged)
+
+    def _streams_of(self, other_prompt: str, time: int) -> Any:
+        """Return what each block returns for a prompt that a patch is taken from."""
+        tokens = encode_text(self.tokenizer, other_prompt).tolist()
+        if len(tokens) != time:
+            raise ValueError(
+                f"the other prompt has {counted(len(tokens), 'token')} and this one "
+                f"{time}: a patch needs as many"
+            )
+        return self._run(tokens, Changes())["streams"]
 
     def most_tokens(self) -> int:
         """Return the most tokens on a page of this model, as limited by its attention weights."""
@@ -262,16 +266,7 @@ class Look:
         logits = calls[id(trace)].result
         if blocks:
             logits = self._logit_lens(model, tokens, blocks)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        log_probabilities = jax.nn.log_softmax(logits)  # depth time vocab
-        next_log_probabilities = jnp.take_along_axis(
-            log_probabilities[:, :-1], tokens[..., 1:, None], axis=-1
-        )
-        # rank 1 is the most likely token
-        is_likelier = log_probabilities[:, :-1] > next_log_probabilities  # depth time-1 vocab
-        next_ranks = 1 + is_likelier.sum(-1)
-        candidates = min(MOST_CANDIDATES, self.model.vocab_size)
-        best, best_tokens = jax.lax.top_k(log_probabilities, candidates)
+        predictions = self._predictions(logits, tokens)
 
         attention, products = self._attention(modules)
         streams = inputs["streams"]
@@ -281,11 +276,31 @@ class Look:
             "streams": streams,
             "attention": attention,
             "products": products,
+            **predictions,
+            "arrays": [array.value for array in _arrays_of(trace, calls)],
+        }
+
+    def _predictions(self, logits: Any, tokens: Any) -> dict[str, Any]:
+        """Return the most likely tokens at each position, and how likely the text's own token is.
+
+        The first axis of the logits is the depth at which the stream is read.
+        """
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        log_probabilities = jax.nn.log_softmax(logits)  # depth time vocab
+        # The last position predicts a token that the text doesn't have.
+        predicting = log_probabilities[:, :-1]
+        following = tokens[..., 1:, None]  # 1 time-1 1
+        next_log_probabilities = jnp.take_along_axis(predicting, following, axis=-1)
+        # rank 1 is the most likely token
+        is_likelier = predicting > next_log_probabilities  # depth time-1 vocab
+        next_ranks = 1 + is_likelier.sum(-1)
+        candidates = min(MOST_CANDIDATES, self.model.vocab_size)
+        best, best_tokens = jax.lax.top_k(log_probabilities, candidates)
+        return {
             "log_probabilities": best,
             "candidates": best_tokens,
             "next_log_probabilities": next_log_probabilities[..., 0],
             "next_ranks": next_ranks,
-            "arrays": [array.value for array in _arrays_of(trace, calls)],
         }
 
     def _logit_lens(self, model: Any, tokens: Any, blocks: list[RecordedCall]) -> Any:
@@ -319,13 +334,12 @@ class Look:
         def record(call: TypedCall) -> None:
             if call.function.__name__ != "attention_weights" or "query" not in call.arguments:
                 return
-            query = call.arguments["query"]
-            key = call.arguments["key"]
+            query = _joined_heads(call.arguments["query"])
+            key = _joined_heads(call.arguments["key"])
             scale = call.arguments["scale"]
-            query = query.reshape(-1, *query.shape[-2:])  # head time head_dim
-            key = key.reshape(-1, *key.shape[-2:])
             if scale is None:
-                scale = query.shape[-1] ** -0.5  # the default of attention_weights
+                head_dim = query.shape[-1]
+                scale = head_dim**-0.5  # the default of attention_weights
             products.append((query, key, scale))
 
         attention = []
@@ -356,8 +370,8 @@ class Look:
     def traced_arrays(self, weights: Any, inputs: dict[str, Any]) -> list[Any]:
         """Return the arrays of a forward pass with the changes in the inputs; the logits are the
         last."""
-        model = self.model_with(weights)
-        return [array.value for array in _arrays_of(*self._record(model, inputs))]
+        trace, calls = self._record(self.model_with(weights), inputs)
+        return [array.value for array in _arrays_of(trace, calls)]
 
     def _rows_of(self, length: int) -> list[ArrayRow]:
         """Describe the arrays of a forward pass over `length` tokens.
@@ -370,24 +384,18 @@ class Look:
             other_length = length - 1
         arrays = self._trace_arrays(length)
         other_arrays = self._trace_arrays(other_length)
-        names = [(array.name, array.path) for array in arrays]
-        other_names = [(array.name, array.path) for array in other_arrays]
-        is_comparable = names == other_names
+        # A model may make other calls for another number of tokens.
+        is_comparable = _places_of(arrays) == _places_of(other_arrays)
 
         rows = []
         for index, array in enumerate(arrays):
-            token_axes = []
-            for axis, (_, size) in enumerate(array.shape.dimensions):
-                if is_comparable:
-                    _, other_size = other_arrays[index].shape.dimensions[axis]
-                    grows = size != other_size
-                else:  # the model makes other calls for another length, so only the size can tell
-                    grows = size == length
-                if grows:
-                    token_axes.append(axis)
+            other_shape = None
+            if is_comparable:
+                other_shape = other_arrays[index].shape
+            token_axes = _token_axes(array.shape, other_shape, length)
             dimensions = [name for name, _ in array.shape.dimensions]
             text = {"name": array.name, "path": array.path, "dimensions": dimensions}
-            rows.append(ArrayRow(text, tuple(token_axes)))
+            rows.append(ArrayRow(text, token_axes))
         return rows
 
     def _trace_arrays(self, length: int) -> list[TracedArray]:
@@ -395,7 +403,9 @@ class Look:
         arrays: list[TracedArray] = []
 
         def trace(inputs: Any) -> None:
-            arrays.extend(_arrays_of(*self._record(self.model, inputs)))
+            # Shapes are kept after the trace has ended; the values are not to be used then.
+            recorded, calls = self._record(self.model, inputs)
+            arrays.extend(_arrays_of(recorded, calls))
 
         jax.eval_shape(trace, self.neutral_inputs(length))
         return arrays
@@ -413,12 +423,15 @@ class Look:
         anatomy = self.anatomy
         outputs = jax.device_get(outputs)
         time = len(tokens)
-        last_candidates = outputs["candidates"][-1, time - 1].tolist()
-        last_log_probabilities = _rounded(outputs["log_probabilities"][-1, time - 1])
+        last = time - 1
+        last_candidates = outputs["candidates"][-1, last].tolist()
+        last_log_probabilities = _rounded(outputs["log_probabilities"][-1, last])
         count = CANDIDATES
         if time == 1:  # a single token is the last one, which has all candidates
             count = MOST_CANDIDATES
         candidates = outputs["candidates"][:, :time, :count]
+        log_probabilities = outputs["log_probabilities"][:, :time, :count]
+        named_tokens = {*tokens, *candidates.ravel().tolist(), *last_candidates}
         data = {
             "name": self.name,
             "vocab_size": self.model.vocab_size,
@@ -426,14 +439,14 @@ class Look:
             "window": anatomy.window,
             "prompt": prompt,
             "tokens": tokens,
-            "texts": self._texts({*tokens, *candidates.ravel().tolist(), *last_candidates}),
+            "texts": self._texts(named_tokens),
             "candidates": candidates.tolist(),
-            "log_probabilities": _rounded(outputs["log_probabilities"][:, :time, :count]),
-            "next_ranks": outputs["next_ranks"][:, : time - 1].tolist(),
-            "next_log_probabilities": _rounded(outputs["next_log_probabilities"][:, : time - 1]),
+            "log_probabilities": _rounded(log_probabilities),
+            "next_ranks": outputs["next_ranks"][:, :last].tolist(),
+            "next_log_probabilities": _rounded(outputs["next_log_probabilities"][:, :last]),
             "last": [last_candidates, last_log_probabilities],
-            "blocks": [len(paths) > 0 for paths in anatomy.branches],
-            "layers": [path is not None for path in anatomy.head_outputs],
+            "blocks": anatomy.switchable_blocks(),
+            "layers": anatomy.switchable_layers(),
             "heads": anatomy.heads,
             "attention": None,
             "products": None,
@@ -447,7 +460,11 @@ class Look:
         arrays = self._page_arrays(outputs, time)
         # From tuples for each layer to stacks over layers: query, key, scale.
         products = [np.stack(factor) for factor in zip(*outputs["products"], strict=True)]
-        entries = sum(array.size for _, array in arrays) + sum(factor.size for factor in products)
+        entries = 0
+        for _, array in arrays:
+            entries += array.size
+        for factor in products:
+            entries += factor.size
         fits = entries <= MOST_FINE_WEIGHTS
         if products and fits:
             query, key, scale = products
@@ -456,10 +473,9 @@ class Look:
                 "query": quantise_for_page(query[:, :, :time]),
                 "key": quantise_for_page(key[:, :, :time]),
             }
-        # There are too many values, but the page still lists the arrays and their sizes.
         data["arrays"] = []
         for text, array in arrays:
-            values = None
+            values = None  # of too many values, the page still lists the arrays and their sizes
             if fits:
                 values = quantise_for_page(array)
             data["arrays"].append(text | {"values": values})
@@ -487,11 +503,12 @@ class Look:
             identity = (values.shape, values.tobytes())
             if identity in shown:
                 shown_text, _ = shown[identity]
-                if shown_text["path"].count(".") <= row.text["path"].count("."):
+                if _depth(shown_text["path"]) <= _depth(row.text["path"]):
                     continue
                 del shown[identity]  # to get the outermost module's place in the order
             text = row.text | {"sizes": values.shape}
-            shown[identity] = (text, np.moveaxis(values, row.token_axes[0], 0))
+            by_token = np.moveaxis(values, row.token_axes[0], 0)
+            shown[identity] = (text, by_token)
         return list(shown.values())
 
 
@@ -529,6 +546,35 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
         walk(inner)
     arrays.append(TracedArray("logits", "", trace.results[0], logits))
     return arrays
+
+
+def _places_of(arrays: list[TracedArray]) -> list[tuple[str, str]]:
+    return [(array.name, array.path) for array in arrays]
+
+
+def _token_axes(shape: Shape, other_shape: Shape | None, length: int) -> tuple[int, ...]:
+    """Return the axes that grow with the tokens, for the shape of an array for `length` tokens.
+
+    `other_shape` is its shape for another number of tokens. Without one, only the size can tell.
+    """
+    token_axes = []
+    for axis, (_, size) in enumerate(shape.dimensions):
+        grows = size == length
+        if other_shape is not None:
+            _, other_size = other_shape.dimensions[axis]
+            grows = size != other_size
+        if grows:
+            token_axes.append(axis)
+    return tuple(token_axes)
+
+
+def _joined_heads(x: Any) -> Any:
+    """Return queries or keys as (head, time, head_dim), whatever axes are before the last two."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _depth(path: str) -> int:
+    return path.count(".")
 
 
 def short_name(path: str) -> str:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from jgpt.config import TrainConfig
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
@@ -42,11 +43,12 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
     axes = figure.add_subplot()
     (title,), families = drawable([title], "sans-serif")
     axes.set_title(title, parse_math=False, fontfamily=families)
-    steps = np.array([line["step"] for line in metrics])
+    steps = _steps_of(metrics)
     lines = _draw_run(axes, steps, metrics, training_colour="C0", validation_colour="C1")
+    window = _smoothing_window(len(metrics))
     labels = [
         "training, each step",
-        f"training, mean of {_window(metrics)} steps",
+        f"training, mean of {window} steps",
         "validation",
         "validation, estimated on a part",
     ]
@@ -61,29 +63,49 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     """
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     by_steps, by_tokens, by_seconds = figure.subplots(1, 3, sharey=True)
+    panels: dict[str, Axes] = {"steps": by_steps, "tokens": by_tokens, "seconds": by_seconds}
     smoothed: list[Artist] = []
     for index, run in enumerate(runs):
+        colour = f"C{index}"
         config = run.config()
         metrics = run.metrics()
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
-        steps = np.array([line["step"] for line in metrics])
-        tokens = steps * (config.batch_size * config.model.block_size)
-        # Some lines have the seconds; between them, the seconds of steps are interpolated.
-        timed_steps, timed_seconds = _timed_steps(metrics)
-        seconds = np.interp(steps, timed_steps, timed_seconds)
-        for axes, x in ((by_steps, steps), (by_tokens, tokens), (by_seconds, seconds)):
-            colour = f"C{index}"
+        progress = _progress_of(metrics, config)
+        for name, axes in panels.items():
+            x = progress[name]
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
-        smoothed.append(lines[1])  # represents the run in the legend
+        _, smoothed_line, *_ = lines
+        smoothed.append(smoothed_line)  # represents the run in the legend
     labels = _labels_of(runs)
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
         "dots: validation; circles: validation, estimated on a part"
     )
-    panels = {"steps": by_steps, "tokens": by_tokens, "seconds": by_seconds}
     _finish(figure, panels, smoothed, labels, title)
     return _image(figure, format)
+
+
+def _progress_of(metrics: Sequence[dict[str, Any]], config: TrainConfig) -> dict[str, np.ndarray]:
+    """Return for each line of metrics the steps, tokens and seconds of training until then."""
+    steps = _steps_of(metrics)
+    tokens_per_step = config.batch_size * config.model.block_size
+    # Some lines have the seconds; between them, the seconds of steps are interpolated.
+    timed_steps = [0]
+    timed_seconds = [0.0]
+    for line in metrics:
+        if "seconds" in line:
+            timed_steps.append(line["step"])
+            timed_seconds.append(line["seconds"])
+    return {
+        "steps": steps,
+        "tokens": steps * tokens_per_step,
+        "seconds": np.interp(steps, timed_steps, timed_seconds),
+    }
+
+
+def _steps_of(metrics: Sequence[dict[str, Any]]) -> np.ndarray:
+    return np.array([line["step"] for line in metrics])
 
 
 def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
@@ -92,25 +114,36 @@ def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> byte
     A group of metrics, such as gradient_norms, has a panel for each run, with a line for each part
     of the model. Raises ValueError for a run without the metric.
     """
-    names_by_run = [_names_of(run, metric) for run in runs]
-    if all(names == [metric] for names in names_by_run):
+    names: set[str] = set()
+    for run in runs:
+        names.update(_names_of(run, metric))
+    if names == {metric}:
         return _one_metric_image(runs, metric, format)
+    return _group_image(runs, metric, sorted(names, key=_by_number), format)
+
+
+def _group_image(
+    runs: Sequence[RunDirectory], metric: str, names: Sequence[str], format: str
+) -> bytes:
+    """Draw a group of metrics by their names, in a panel for each run."""
     figure = Figure(figsize=(3 + 6 * len(runs), 5.5), layout="constrained")
-    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    every_name = sorted(set().union(*names_by_run), key=_by_number)
-    colours = colormaps["viridis"](np.linspace(0, 0.95, len(every_name)))
+    (panels,) = figure.subplots(1, len(runs), sharey=True, squeeze=False)
+    colours = colormaps["viridis"](np.linspace(0, 0.95, len(names)))
     lines: dict[str, Artist] = {}
     for run, axes in zip(runs, panels, strict=True):
-        for name, colour in zip(every_name, colours, strict=True):
-            steps, values = _points(run.metrics(), name)
-            (lines[name],) = axes.plot(steps, values, color=colour, linewidth=1)
+        metrics = run.metrics()
+        steps = _steps_of(metrics)
+        for name, colour in zip(names, colours, strict=True):
+            rows, values = _values_of(metrics, name)
+            # The legend has a line for each name, whichever run it is of.
+            (lines[name],) = axes.plot(steps[rows], values, color=colour, linewidth=1)
         (title,), families = drawable([run.path.resolve().name], "sans-serif")
         axes.set_title(title, parse_math=False, fontfamily=families)
         _name_axis(axes, "step")
     # Norms and ratios of parts differ by powers of ten.
     panels[0].set_yscale("log", nonpositive="mask")
     panels[0].set(ylabel=metric)
-    labels = [name.removeprefix(f"{metric}/") for name in every_name]
+    labels = [name.removeprefix(f"{metric}/") for name in names]
     columns = math.ceil(len(labels) / LABELS_PER_COLUMN)
     _add_legend(figure, list(lines.values()), labels, columns, place="outside right upper")
     return _image(figure, format)
@@ -122,8 +155,10 @@ def _one_metric_image(runs: Sequence[RunDirectory], metric: str, format: str) ->
     axes = figure.add_subplot()
     smoothed: list[Artist] = []
     for index, run in enumerate(runs):
-        steps, values = _points(run.metrics(), metric)
-        mean = _running_mean(np.array(values, float), max(len(values) // 50 | 1, 3))
+        metrics = run.metrics()
+        rows, values = _values_of(metrics, metric)
+        steps = _steps_of(metrics)[rows]
+        mean = _running_mean(values, _smoothing_window(len(values)))
         axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=0.7)
         smoothed += axes.plot(steps, mean, color=f"C{index}", linewidth=1.5)
     _finish(figure, {"step": axes}, smoothed, _labels_of(runs), quantity=metric)
@@ -149,46 +184,35 @@ def _names_of(run: RunDirectory, metric: str) -> list[str]:
     names = [name for name in found if name.startswith(f"{metric}/")]
     if names:
         return names
-    groups = sorted({name.partition("/")[0] for name in found})
-    if not groups:
+    if not found:
         raise ValueError(f"{run.path} has no metrics yet: train it first")
-    raise ValueError(
-        f"{run.path} has no metric {metric!r}{did_you_mean(metric, groups)}: it has "
-        f"{', '.join(groups)}"
-    )
+    groups = sorted({name.partition("/")[0] for name in found})
+    suggestion = did_you_mean(metric, groups)
+    raise ValueError(f"{run.path} has no metric {metric!r}{suggestion}: it has {', '.join(groups)}")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Return a key by which blocks.2 is before blocks.10."""
     key = []
     for word in re.split(r"[./]", name):
-        number = -1
+        number = -1  # a word that is no number, which comes before all numbers
         if word.isdigit():
             number = int(word)
         key.append((number, word))
     return key
 
 
-def _points(metrics: Sequence[dict[str, Any]], field: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have a metric, and its values."""
-    steps = []
+def _values_of(
+    metrics: Sequence[dict[str, Any]], field: str
+) -> tuple[list[int], Float[np.ndarray, " values"]]:
+    """Return the indices of the lines that have a field, and its values."""
+    rows = []
     values = []
-    for line in metrics:
+    for row, line in enumerate(metrics):
         if field in line:
-            steps.append(line["step"])
+            rows.append(row)
             values.append(line[field])
-    return steps, values
-
-
-def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the steps whose lines have a time, and the seconds until then, from 0 on."""
-    timed_steps = [0]
-    seconds = [0.0]
-    for line in metrics:
-        if "seconds" in line:
-            timed_steps.append(line["step"])
-            seconds.append(line["seconds"])
-    return timed_steps, seconds
+    return rows, np.array(values, float)
 
 
 @typed
@@ -201,30 +225,23 @@ def _draw_run(
 ) -> list[Line2D]:
     """Draw a run in two colours: one for training, each step and smoothed, one for validation and
     estimates."""
-
-    def points(field: str) -> tuple[np.ndarray, np.ndarray]:
-        rows = []
-        values = []
-        for row, line in enumerate(metrics):
-            if field in line:
-                rows.append(row)
-                values.append(line[field])
-        return x[rows], np.array(values)
-
-    places, losses = points("loss")
-    mean = _running_mean(losses, _window(metrics))
-    lines = axes.plot(places, losses, color=training_colour, alpha=0.25, linewidth=0.7)
-    lines += axes.plot(places, mean, color=training_colour, linewidth=1.5)
+    rows, losses = _values_of(metrics, "loss")
+    mean = _running_mean(losses, _smoothing_window(len(metrics)))
+    lines = axes.plot(x[rows], losses, color=training_colour, alpha=0.25, linewidth=0.7)
+    lines += axes.plot(x[rows], mean, color=training_colour, linewidth=1.5)
     # Drawn above the lines, which have as many points as there are steps.
     dots = {"linestyle": "", "marker": "o", "color": validation_colour, "zorder": 3}
-    lines += axes.plot(*points("validation_loss"), **dots)
-    lines += axes.plot(*points("validation_estimate"), **dots, fillstyle="none")
+    rows, validation = _values_of(metrics, "validation_loss")
+    lines += axes.plot(x[rows], validation, **dots)
+    rows, estimates = _values_of(metrics, "validation_estimate")
+    lines += axes.plot(x[rows], estimates, **dots, fillstyle="none")
     return lines
 
 
-def _window(metrics: Sequence[dict[str, Any]]) -> int:
-    """Return 2% of the steps, rounded to an odd number."""
-    return max(len(metrics) // 50 | 1, 3)
+def _smoothing_window(steps: int) -> int:
+    """Return 2% of the steps, rounded to an odd number, so that a window has a middle."""
+    two_percent = steps // 50
+    return max(two_percent | 1, 3)  # | 1 makes an even number odd
 
 
 @typed
@@ -304,8 +321,11 @@ def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
         if found:
             families.append(font.name)
             missing -= found
-    codes = {ord(character): f"U+{ord(character):04X}" for character in missing}
-    return [text.translate(codes) for text in texts], families
+    code_points = {}
+    for character in missing:
+        code_points[character] = f"U+{ord(character):04X}"
+    written_out = str.maketrans(code_points)
+    return [text.translate(written_out) for text in texts], families
 
 
 @functools.cache
@@ -353,18 +373,17 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     weights = np.asarray(attention_weights_of(batch)[:, 0])  # layers heads time time
     layers, heads, time, _ = weights.shape
 
-    # A panel is as large as its tokens need, until the whole picture is too large. Then only every
-    # second or third token is named, so that names don't overlap.
-    side_for_tokens = max(2.2, INCHES_PER_TOKEN * time)
-    largest_side = MOST_INCHES / max(layers, heads)
-    side = min(side_for_tokens, largest_side)
+    side = _panel_side(layers, heads, time)
+    # In a panel that is smaller than its tokens need, only every second or third token is named, so
+    # that names don't overlap.
     stride = math.ceil(INCHES_PER_TOKEN * time / side)
     ticks = range(0, time, stride)
     tick_size = min(8.0, 72 * 0.85 * side / (len(ticks) + 4))  # in points, 72 an inch
     label_size = min(24.0, 7 + side)
     names = []
     for position in ticks:
-        names.append(text_of_token(tokenizer, int(tokens[position])).translate(VISIBLE))
+        name = text_of_token(tokenizer, int(tokens[position]))
+        names.append(name.translate(VISIBLE))
     names, families = drawable(names, "monospace")
 
     figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
@@ -383,3 +402,10 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=label_size)
     return _image(figure, format)
+
+
+def _panel_side(layers: int, heads: int, time: int) -> float:
+    """Return the inches of a panel: as many as its tokens need, until the picture is too large."""
+    side_for_tokens = max(2.2, INCHES_PER_TOKEN * time)
+    largest_side = MOST_INCHES / max(layers, heads)
+    return min(side_for_tokens, largest_side)

@@ -11,6 +11,7 @@ normalises characters that came later, such as the mark U+1DF6.
 import base64
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,22 +52,24 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if isinstance(tokenizer, CharTokenizer):
         # As numbers: two lone surrogates side by side would be read as another character.
-        return {"kind": "characters", "code_points": [ord(one) for one in tokenizer.characters]}
+        code_points = [ord(character) for character in tokenizer.characters]
+        return {"kind": "characters", "code_points": code_points}
     if isinstance(tokenizer, ByteTokenizer):
         return {"kind": "bytes"}
     if isinstance(tokenizer, NumberTokenizer):
         texts = [str(token) for token in range(tokenizer.vocab_size)]
-        reason = "its tokens have no text"
-        return {"kind": "list", "texts": texts, "separator": " ", "reason": reason}
+        return _list_of_texts(texts, "its tokens have no text", separator=" ")
     if isinstance(tokenizer, CustomTokenizer):
         texts = [text_of_token(tokenizer, token) for token in range(tokenizer.vocab_size)]
-        reason = "it is a custom tokenizer"
-        return {"kind": "list", "texts": texts, "separator": "", "reason": reason}
+        return _list_of_texts(texts, "it is a custom tokenizer")
     try:
         return _byte_pairs(tokenizer)
     except Untranslatable as error:
-        texts = tokenizer.token_texts()
-        return {"kind": "list", "texts": texts, "separator": "", "reason": str(error)}
+        return _list_of_texts(tokenizer.token_texts(), str(error))
+
+
+def _list_of_texts(texts: Sequence[str], reason: str, separator: str = "") -> dict[str, Any]:
+    return {"kind": "list", "texts": texts, "separator": separator, "reason": reason}
 
 
 def _byte_pairs(tokenizer: BPETokenizer) -> dict[str, Any]:
@@ -164,35 +167,59 @@ def _merges(
 
     A token that is made by a merge has no text here: it is that of the two parts.
     """
-    ranks: dict[tuple[int, int], int] = {}
-    made: dict[tuple[int, int], int] = {}
-    for rank, merge in enumerate(merges):
-        one, other = merge.split(" ") if isinstance(merge, str) else merge
-        if one == "" or other == "":
-            raise Untranslatable("a merge has an empty part")
-        pair = vocabulary[one], vocabulary[other]
-        ranks[pair] = rank  # as in the library, the last of equal merges counts
-        made[pair] = vocabulary[one + other]
-    pairs = sorted(ranks, key=lambda pair: ranks[pair])
-
-    results = set(made.values())
-    known = set(vocabulary.values()) - results
-    singles = sorted((token, text) for text, token in vocabulary.items() if token in known)
-    for pair in pairs:
-        if known.issuperset(pair):
-            known.add(made[pair])
-    # A merge that comes before those that make its parts leaves its token without a text.
-    singles += sorted((token, text) for text, token in vocabulary.items() if token not in known)
-
-    merged = [made[pair] for pair in pairs]
-    columns = {
-        "left": _packed([one for one, _ in pairs]),
-        "right": _packed([other for _, other in pairs]),
-        "merged": _packed(merged),
-    }
+    token_of_pair = _tokens_of_merges(vocabulary, merges)
+    left = []
+    right = []
+    merged = []
+    for pair, token in token_of_pair.items():
+        left.append(pair[0])
+        right.append(pair[1])
+        merged.append(token)
+    columns = {"left": _packed(left), "right": _packed(right), "merged": _packed(merged)}
+    # Most tokenizers number their tokens in the order of their merges.
     if all(following == token + 1 for token, following in pairwise(merged)):
-        columns["merged"] = {"first": merged[0] if merged else 0}
-    return columns, singles
+        columns["merged"] = {"first": next(iter(merged), 0)}
+    return columns, _tokens_with_text(vocabulary, token_of_pair)
+
+
+def _tokens_of_merges(vocabulary: dict[str, int], merges: list[Any]) -> dict[tuple[int, int], int]:
+    """Return the token that each pair of tokens is merged into; earlier pairs are merged first."""
+    token_of_pair: dict[tuple[int, int], int] = {}
+    for merge in merges:
+        if isinstance(merge, str):  # as older versions of the library write it
+            merge = merge.split(" ")
+        left, right = merge
+        if left == "" or right == "":
+            raise Untranslatable("a merge has an empty part")
+        pair = (vocabulary[left], vocabulary[right])
+        # As in the library, the last of equal merges counts, at its place in the order.
+        token_of_pair.pop(pair, None)
+        token_of_pair[pair] = vocabulary[left + right]
+    return token_of_pair
+
+
+def _tokens_with_text(
+    vocabulary: dict[str, int], token_of_pair: dict[tuple[int, int], int]
+) -> list[tuple[int, str]]:
+    """Return the tokens whose texts the page can't put together from those of merges."""
+    tokens = set(vocabulary.values())
+    unmerged = tokens.difference(token_of_pair.values())
+    has_text = set(unmerged)
+    for pair, token in token_of_pair.items():
+        if has_text.issuperset(pair):
+            has_text.add(token)
+    # A merge that comes before those that make its parts leaves its token without a text.
+    too_early = tokens - has_text
+    return _texts_of(unmerged, vocabulary) + _texts_of(too_early, vocabulary)
+
+
+def _texts_of(tokens: set[int], vocabulary: dict[str, int]) -> list[tuple[int, str]]:
+    """Return tokens and their texts, in the order of the tokens."""
+    with_text = []
+    for text, token in vocabulary.items():
+        if token in tokens:
+            with_text.append((token, text))
+    return sorted(with_text)
 
 
 def _packed(integers: Sequence[int]) -> dict[str, Any]:
@@ -200,9 +227,12 @@ def _packed(integers: Sequence[int]) -> dict[str, Any]:
 
     In this order gzip makes them smaller, since higher bytes are often equal.
     """
-    width = max(1, -(-max(integers, default=0).bit_length() // 8))
-    values = np.array(integers, "<u4").view(np.uint8).reshape(-1, 4)[:, :width]
-    return {"width": width, "data": base64.b64encode(values.T.tobytes()).decode()}
+    bits = max(integers, default=0).bit_length()
+    width = max(1, math.ceil(bits / 8))
+    # Little-endian: the first `width` bytes of each integer are those that are used.
+    all_bytes = np.array(integers, "<u4").view(np.uint8).reshape(-1, 4)  # integer byte
+    used_bytes = all_bytes[:, :width]
+    return {"width": width, "data": base64.b64encode(used_bytes.T.tobytes()).decode()}
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -214,6 +244,7 @@ def _steps(pre_tokenizer: Any) -> tuple[list[dict[str, Any]], dict[str, list[int
     if isinstance(pre_tokenizer, dict) and pre_tokenizer["type"] == "Sequence":
         parts = pre_tokenizer["pretokenizers"]
     kinds = [(part or {}).get("type") for part in parts]
+    # Once and at the end: what splits a text sees characters, and not yet bytes.
     if kinds.count("ByteLevel") != 1 or kinds[-1] != "ByteLevel":
         raise Untranslatable("its pre_tokenizer does not end in bytes")
     steps: list[dict[str, Any]] = []
@@ -230,17 +261,24 @@ def _steps(pre_tokenizer: Any) -> tuple[list[dict[str, Any]], dict[str, list[int
                 patterns.append(pattern)
                 steps.append({"split": translate(pattern)})
             case {"type": "Digits", "individual_digits": bool(is_individual)}:
-                pattern = r"\p{N}" if is_individual else r"\p{N}+"
+                pattern = r"\p{N}+"
+                if is_individual:
+                    pattern = r"\p{N}"
                 patterns.append(pattern)
                 steps.append({"split": translate(pattern)})
             case _:
                 raise Untranslatable(f"its pre_tokenizer has {part['type']}")
-    names = sorted(set(re.findall(r"\\p\{(\w+)\}", " ".join(patterns))))
-    if r"\d" in "".join(patterns):
+    return steps, _classes_in(" ".join(patterns))
+
+
+def _classes_in(patterns: str) -> dict[str, list[int]]:
+    """Return the classes of code points that patterns name, as `_class_of` finds them."""
+    names = sorted(set(re.findall(r"\\p\{(\w+)\}", patterns)))
+    if r"\d" in patterns:
         names.append("Nd")
     if len(names) > MOST_CLASSES:
         raise Untranslatable(f"its patterns have more than {MOST_CLASSES} classes")
-    return steps, {name: list(_class_of(name)) for name in names}
+    return {name: list(_class_of(name)) for name in names}
 
 
 @functools.cache
@@ -251,14 +289,18 @@ def _class_of(name: str) -> tuple[int, ...]:
     Unicode 16, a browser of Unicode 17 has 4,644 more. So the library itself is asked.
     """
     # Planes 4 to 13 have no characters, and those from 15 on are for private use.
-    asked = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
-    splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(rf"\p{{{name}}}+"), "removed")
-    outside = np.zeros(len(asked), bool)
-    for _, (start, end) in splitter.pre_tokenize_str("".join(map(chr, asked))):
-        outside[start:end] = True
-    inside = np.zeros(0xE1001, np.int8)
-    inside[asked] = ~outside
-    borders = np.flatnonzero(np.diff(inside, prepend=0))
+    # From 0xD800 to 0xDFFF are surrogates, which no text of the library has.
+    code_points = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
+    every_character = "".join(map(chr, code_points))
+    members = tokenizers.Regex(rf"\p{{{name}}}+")
+    splitter = tokenizers.pre_tokenizers.Split(members, "removed")
+    is_outside = np.zeros(len(code_points), bool)
+    for _, (start, end) in splitter.pre_tokenize_str(every_character):
+        is_outside[start:end] = True
+    # One more than the last code point, so that a range at the end has a border after it.
+    is_inside = np.zeros(0xE1001, np.int8)
+    is_inside[code_points] = ~is_outside
+    borders = np.flatnonzero(np.diff(is_inside, prepend=0))
     return tuple(np.diff(borders, prepend=0).tolist())
 
 
@@ -341,19 +383,21 @@ class _Parser:
     def repeated(self) -> _Translated:
         """Read one part and its repetition."""
         part = self.atom()
-        found = self.match(r"[*+?]|\{(\d{1,3})(,(\d{0,3}))?\}")
+        found = self.match(r"[*+?]|\{(\d{1,3})(?:,\d{0,3})?\}")
         if not found:
             return part
         if re.compile(r"[*+?{]").match(self.pattern, self.place):  # possessive, lazy or twice
             raise Untranslatable(self.error())
-        has_limit = found[0] == "?" or (found[0][0] == "{" and found[0][-2] != ",")
+        repetition = found[0]
+        least = found[1]
+        is_endless = repetition in ("*", "+") or repetition.endswith(",}")
         # Nested repetitions may take exponential time.
-        if part.can_be_empty or (part.repeats and not has_limit):
+        if part.can_be_empty or (part.repeats and is_endless):
             raise Untranslatable(self.error())
         return _Translated(
-            part.source + found[0],
-            can_be_empty=found[0][0] in "*?" or found[1] == "0",
-            repeats=part.repeats or not has_limit,
+            part.source + repetition,
+            can_be_empty=repetition in ("*", "?") or least == "0",
+            repeats=part.repeats or is_endless,
         )
 
     def atom(self) -> _Translated:
@@ -371,7 +415,10 @@ class _Parser:
             return _Translated(self.bracket())
         escaped = self.escape()
         if escaped is not None:
-            return _Translated(escaped if escaped.startswith(r"\u") else f"[{escaped}]")
+            is_class = not escaped.startswith(r"\u")
+            if is_class:  # the page replaces a class by its ranges, which stand in brackets
+                escaped = f"[{escaped}]"
+            return _Translated(escaped)
         character = self.pattern[self.place]
         if character in r"\^$.*+?()[]{}":
             raise Untranslatable(self.error())
@@ -396,16 +443,23 @@ class _Parser:
         following = self.pattern[self.place - 1 : self.place + 1].lower()
         if not character.isascii() or following in ("ff", "fi", "fl", "ss", "st"):
             raise Untranslatable(self.error())
-        same = {character.lower(), character.upper()}
-        same |= {"s": {"\u017f"}, "k": {"\u212a"}}.get(character.lower(), set())
-        return "[" + "".join(_code_point(one) for one in sorted(same)) + "]"
+        equal = {character.lower(), character.upper()}
+        match character.lower():
+            case "s":
+                equal.add("\u017f")  # the long s
+            case "k":
+                equal.add("\u212a")  # the sign for kelvin
+        code_points = [_code_point(letter) for letter in sorted(equal)]
+        return "[" + "".join(code_points) + "]"
 
     def bracket(self) -> str:
         """Read a class in brackets."""
         if self.ignores_case:
             raise Untranslatable(self.error())
-        source = "[^" if self.take("^") else "["
-        if self.take("]"):
+        source = "["
+        if self.take("^"):
+            source = "[^"
+        if self.take("]"):  # an empty class, or one that begins with a bracket
             raise Untranslatable(self.error())
         while not self.take("]"):
             escaped = self.escape()
@@ -436,12 +490,12 @@ class _Parser:
         ):
             if self.take(text):
                 return source
-        character = self.match(r"\\([rntf]|[^\w\s])")
-        if not character:
+        found = self.match(r"\\([rntf]|[^\w\s])")
+        if not found:
             raise Untranslatable(self.error())
-        return _code_point(
-            {"r": "\r", "n": "\n", "t": "\t", "f": "\f"}.get(character[1], character[1])
-        )
+        character = found[1]
+        controls = {"r": "\r", "n": "\n", "t": "\t", "f": "\f"}
+        return _code_point(controls.get(character, character))
 
 
 def _code_point(character: str) -> str:
