@@ -172,6 +172,7 @@ def _blocks(calls: list[RecordedCall]) -> tuple[str, ...]:
     # The outermost list, since a block may have numbered modules, too.
     for name in sorted(candidates, key=lambda name: name.count(".")):
         paths = candidates[name]
+        # Only a list whose modules are called once each, in order.
         if paths == [f"{name}.{index}" for index in range(len(paths))]:
             return tuple(paths)
     return ()
@@ -192,14 +193,15 @@ def _branches(calls: list[RecordedCall], block: str) -> tuple[str, ...]:
             is_inside = f"{call.path}.".startswith(f"{branch.path}.")
             if is_inside:
                 continue
+            # By identity: two arrays that are traced have no values that could be compared.
             if any(value is branch.result for value in call.arguments.values()):
                 return False
         return True
 
     branches = []
     for call in calls:
-        is_child = call.path.rpartition(".")[0] == block
-        if call.module is None or not is_child:
+        parent, _, _ = call.path.rpartition(".")
+        if call.module is None or parent != block:
             continue
         has_shape_of_stream = getattr(call.result, "shape", None) == block_call.result.shape
         if has_shape_of_stream and is_added(call):
@@ -211,7 +213,8 @@ def _head_output(calls: list[RecordedCall], attention: str, heads: int) -> str |
     """Return the path of the last result (batch, head, ., .) of a function inside the attention."""
     path = None
     for call in calls:
-        is_function = call.module is None and call.path.rpartition(".")[0] == attention
+        parent, _, _ = call.path.rpartition(".")
+        is_function = call.module is None and parent == attention
         if not is_function or not is_real(call.result):
             continue
         if call.result.ndim == 4 and call.result.shape[1] == heads:

@@ -77,9 +77,9 @@ def _places_in(traced: ShapeTrace, calls: dict[int, RecordedCall]) -> Iterator[t
 
 def _source_of(model: Any, time: int, folders: frozenset[str]) -> AnnotatedSource:
     """Return the source of a forward pass; the size `time` has its name, where it may vary."""
-    times = []
-    for size in range(time, max(SHORTEST, time - 5) - 1, -1):
-        times.append(size)
+    # The same call for several numbers of tokens: sizes that differ between them are of tokens.
+    shortest = max(SHORTEST, time - 5)
+    times = list(range(time, shortest - 1, -1))
     symbols = {}
     if len(times) > 1:
         symbols = {"time": times}
@@ -87,7 +87,8 @@ def _source_of(model: Any, time: int, folders: frozenset[str]) -> AnnotatedSourc
     call = edit(model, {})
     calls = []
     for size in times or [time]:
-        calls.append((call, (jax.ShapeDtypeStruct((1, size), jnp.int32),)))
+        tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
+        calls.append((call, (tokens,)))
     return source_of_calls(calls, symbols, folders)
 
 
@@ -97,18 +98,14 @@ def _as_data(made: dict[Place, MadeAt], source: AnnotatedSource) -> dict[str, An
     index_of: dict[tuple[str, int], int] = {}
 
     def line_of(path: str, number: int) -> list[int] | None:
-        found = None
-        for function in source.functions:  # the innermost one is the last to begin
-            first = function.lines[0].number
-            is_inside = function.path == path and first <= number <= function.lines[-1].number
-            if is_inside and (found is None or first > found.lines[0].number):
-                found = function
-        if found is None:
+        """Return the index of a function and the number of a line in it, or None."""
+        function = _innermost_function(source, path, number)
+        if function is None:
             return None
-        identity = (path, found.lines[0].number)
+        identity = (path, function.lines[0].number)
         if identity not in index_of:
             index_of[identity] = len(functions)
-            functions.append(_function_as_data(found))
+            functions.append(_function_as_data(function))
         return [index_of[identity], number]
 
     arrays = []
@@ -123,6 +120,19 @@ def _as_data(made: dict[Place, MadeAt], source: AnnotatedSource) -> dict[str, An
                 callers.append(found)
         arrays.append([path, name, line, callers])
     return {"functions": functions, "arrays": arrays}
+
+
+def _innermost_function(source: AnnotatedSource, path: str, number: int) -> FunctionSource | None:
+    """Return the function that a line is in; of functions in one another, the last to begin."""
+    innermost = None
+    for function in source.functions:
+        first = function.lines[0].number
+        last = function.lines[-1].number
+        if function.path != path or not first <= number <= last:
+            continue
+        if innermost is None or first > innermost.lines[0].number:
+            innermost = function
+    return innermost
 
 
 def _function_as_data(function: FunctionSource) -> dict[str, Any]:

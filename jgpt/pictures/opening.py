@@ -37,9 +37,11 @@ def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenize
         return None
     text = tokenizer.decode(dataset.validation[:LINE_WITHIN])
     _, newline, next_lines = text.partition("\n")
+    # At the beginning of a line, unless most of the text is lost by that.
     if newline and len(next_lines) > len(text) / 2:
         text = next_lines.lstrip("\n")
-    return _beginning(text, tokenizer, min(OPENING_TOKENS, config.model.block_size))
+    most_tokens = min(OPENING_TOKENS, config.model.block_size)
+    return _beginning(text, tokenizer, most_tokens)
 
 
 def _beginning(text: str, tokenizer: Tokenizer, most_tokens: int) -> str | None:

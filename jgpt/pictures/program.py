@@ -364,6 +364,7 @@ class _Flattener:
         return len(self.types) - 1
 
     def constant(self, value: Any) -> int:
+        """Return the number of a constant; equal constants have one number."""
         array = _key_data(value)
         key = ("constant", array.dtype.name, array.shape, array.tobytes())
         if key not in self.known:
@@ -411,7 +412,8 @@ class _Flattener:
         if name in _OF_KEYS:
             return self._of_keys(equation, operands, line)
         if name in DEFINITIONS:
-            defined = jax.make_jaxpr(DEFINITIONS[name])(*[v.aval for v in equation.invars])
+            types = [variable.aval for variable in equation.invars]
+            defined = jax.make_jaxpr(DEFINITIONS[name])(*types)
             return self.run(defined.jaxpr, defined.consts, operands, line)
         if name not in PRIMITIVES:
             inner = _inner_jaxpr(parameters)
@@ -421,6 +423,18 @@ class _Flattener:
             if _is_of_library(inner.jaxpr):
                 inner_line = line
             return self.run(inner.jaxpr, inner.consts, operands, inner_line)
+        self._require_possible(name, parameters, operands)
+        if name == "convert_element_type":
+            dtype, _ = self.types[operands[0]]
+            if dtype == _dtype_name(parameters["new_dtype"]):
+                return operands
+        plain = PRIMITIVES[name](parameters)
+        if any(_is_key(variable.aval.dtype) for variable in equation.invars):
+            plain = _with_axis_of_words(name, plain)
+        return self.emit(name, operands, equation.outvars, plain)
+
+    def _require_possible(self, name: str, parameters: Parameters, operands: list[int]) -> None:
+        """Raise _Unsupported for sizes and dtypes that the interpreter's primitive lacks."""
         if name == "top_k":
             _, shape = self.types[operands[0]]
             if shape[-1] > MOST_PLACES:
@@ -430,14 +444,6 @@ class _Flattener:
             for bits_of in (dtype, _dtype_name(parameters["new_dtype"])):
                 if bits_of not in ("float32", "int32", "uint32"):
                     raise _Unsupported(f"the dtype {bits_of}")
-        if name == "convert_element_type":
-            dtype, _ = self.types[operands[0]]
-            if dtype == _dtype_name(parameters["new_dtype"]):
-                return operands
-        plain = PRIMITIVES[name](parameters)
-        if any(_is_key(variable.aval.dtype) for variable in equation.invars):
-            plain = _with_axis_of_words(name, plain)
-        return self.emit(name, operands, equation.outvars, plain)
 
     def emit(
         self, name: str, operands: list[int], outvars: Sequence[Any], parameters: Parameters
@@ -463,6 +469,7 @@ class _Flattener:
         """Return the results of a scan, whose body is repeated: layers are few."""
         body = parameters["jaxpr"]
         length = parameters["length"]
+        # A scan has its operands in this order: constants, what it carries, what it has stacked.
         first_carry, carried = _scan_sizes(parameters)
         first_stacked = first_carry + carried
         constants = operands[:first_carry]
@@ -486,6 +493,7 @@ class _Flattener:
                 empty = {"broadcast_dimensions": ()}
                 outputs += self.emit("broadcast_in_dim", [zero], [result], empty)
                 continue
+            # By index, also where the scan is reversed and the last one was made first.
             parts = [made[index][place] for index in range(length)]
             outputs += self.emit("stack", parts, [result], {"axis": 0})
         return outputs
@@ -493,11 +501,12 @@ class _Flattener:
     def _part(self, number: int, index: int, axis: int = 0) -> int:
         """Return one entry along an axis."""
         dtype, shape = self.types[number]
-        starts = tuple(index if other == axis else 0 for other in range(len(shape)))
+        starts = [0] * len(shape)
+        starts[axis] = index
         before = shape[:axis]
         after = shape[axis + 1 :]
         part = jax.ShapeDtypeStruct((*before, 1, *after), dtype)
-        slice_parameters = {"start_indices": starts, "strides": None}
+        slice_parameters = {"start_indices": tuple(starts), "strides": None}
         (sliced,) = self.emit("slice", [number], [part], slice_parameters)
         whole = jax.ShapeDtypeStruct((*before, *after), dtype)
         (squeezed,) = self.emit("squeeze", [sliced], [whole], {})
@@ -583,22 +592,26 @@ def _without_dead_operations(
     needed.update(inputs.values())
 
     kept = sorted(needed)
-    numbers = {old: new for new, old in enumerate(kept)}
+    new_number = {}
+    types = []
+    for old in kept:
+        new_number[old] = len(types)
+        types.append(flattener.types[old])
     constants = {}
     for old, value in flattener.constants.items():
         if old in needed:
-            constants[numbers[old]] = value
+            constants[new_number[old]] = value
     renumbered = []
     for name, read, made, parameters in operations:
-        new_read = [numbers[old] for old in read]
-        new_made = [numbers[old] for old in made]
+        new_read = [new_number[old] for old in read]
+        new_made = [new_number[old] for old in made]
         renumbered.append((name, new_read, new_made, parameters))
     return Program(
-        types=[flattener.types[old] for old in kept],
-        inputs={path: numbers[old] for path, old in inputs.items()},
+        types=types,
+        inputs={path: new_number[old] for path, old in inputs.items()},
         constants=constants,
         operations=renumbered,
-        outputs={path: numbers[old] for path, old in outputs.items()},
+        outputs={path: new_number[old] for path, old in outputs.items()},
     )
 
 
