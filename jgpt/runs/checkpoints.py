@@ -133,27 +133,31 @@ class Checkpoints:
         self._save_ended = None
         # Each block's arrays apart, so that runs with and without a scan load the same checkpoints.
         state = unstack_state(state)
+        # Under another name until it is complete, so that a killed process leaves no checkpoint.
         partial = self._path / f"saving-{step}"
+        self._begin_writing(partial, step, state)
+        array_counts = {
+            "weights": len(jax.tree.leaves(state.weights)),
+            "optimizer": len(jax.tree.leaves(state.optimizer)),
+        }
+        self._saving = self._background.submit(
+            self._finish, partial, step, validation_loss, array_counts, unevaluated
+        )
+        if _is_large_on_cpu(state):
+            self.wait()
+
+    def _begin_writing(self, directory: Path, step: int, state: TrainState) -> None:
+        """Have Orbax write a state's arrays; it returns before the files are written."""
         ocp = self._open_orbax()
         # Two parts, so that sampling reads only the weights, a third of AdamW's state.
         parts = ocp.args.Composite(
             weights=ocp.args.StandardSave(state.weights),
             optimizer=ocp.args.StandardSave(state.optimizer),
         )
-        # Under another name until it is complete, so that a killed process leaves no checkpoint.
         try:
-            self._orbax.save(partial, args=parts)  # returns before the files are written
+            self._orbax.save(directory, args=parts)
         except Exception as error:
             raise self._failed(step, error) from error
-        arrays = {
-            "weights": len(jax.tree.leaves(state.weights)),
-            "optimizer": len(jax.tree.leaves(state.optimizer)),
-        }
-        self._saving = self._background.submit(
-            self._finish, partial, step, validation_loss, arrays, unevaluated
-        )
-        if _is_large_on_cpu(state):
-            self.wait()
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Add the loss to a step's checkpoint and delete old checkpoints, asynchronously."""
@@ -208,7 +212,7 @@ class Checkpoints:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
         if isinstance(which, int):
             if which not in steps:
-                known = ", ".join(map(str, steps))
+                known = ", ".join(str(step) for step in steps)
                 raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
             return which
         if which == "best":
@@ -219,7 +223,7 @@ class Checkpoints:
 
     def best(self) -> Manifest:
         """Return the manifest of the best checkpoint."""
-        return Manifest.read(self._path / str(self.step("best")))
+        return Manifest.read(self._folder(self.step("best")))
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
@@ -250,7 +254,8 @@ class Checkpoints:
         while True:
             steps_before = self.steps()
             try:
-                step = self._verified_step(which)  # before a state is made, which may be huge
+                step = self.step(which)
+                self._verify(step)  # before a state is made, which may be huge
                 state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
                 wanted = {part: getattr(state, part) for part in parts}
                 return step, self._read_arrays(step, wanted)
@@ -278,14 +283,23 @@ class Checkpoints:
         # Among equal losses, the earlier step comes first.
         return [step for _, step in sorted(comparable or evaluated)]
 
-    def _verified_step(self, which: Which) -> int:
-        step = self.step(which)
+    def _verify(self, step: int) -> None:
+        """Raise ValueError for a checkpoint that is damaged, or not of this model and tokenizer."""
         with raise_in_all_processes():
             read = Manifest.read
             # one process reads every byte, and all others raise its error, too
             if process_index() == 0:
                 read = verify
             manifest = self._read(read, step)
+        self._require_same_model(manifest)
+        if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
+            raise ValueError(
+                f"checkpoint {self._folder(step)} was saved with another tokenizer than the "
+                "run's; they belong to different runs"
+            )
+
+    def _require_same_model(self, manifest: Manifest) -> None:
+        """Raise ValueError naming a field of the model that a checkpoint has with another value."""
         # Tuples become lists, as in the manifest.
         fields = json.loads(json.dumps(as_dict(self._config.model)))
         for name, saved in manifest.model.items():
@@ -295,25 +309,19 @@ class Checkpoints:
             if fields[name] != saved:
                 raise ValueError(
                     Message(
-                        f"checkpoint {self._path / str(step)} was saved with ",
+                        f"checkpoint {self._folder(manifest.step)} was saved with ",
                         Field(name, saved),
                         ", the config has ",
                         Field(name, fields[name]),
                         "; they belong to different runs",
                     )
                 )
-        if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
-            raise ValueError(
-                f"checkpoint {self._path / str(step)} was saved with another tokenizer than the "
-                "run's; they belong to different runs"
-            )
-        return step
 
     def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
         """Read or verify a checkpoint; if it is damaged, the error names another one that is
         intact."""
         try:
-            return read(self._path / str(step))
+            return read(self._folder(step))
         except ValueError as error:
             other = self._newest_intact(except_step=step)
             advice = Message("the run has no other intact checkpoint")
@@ -321,7 +329,7 @@ class Checkpoints:
                 advice = Message(
                     f"checkpoint {other} is intact: use ",
                     Field("which", other),
-                    f", or delete {self._path / str(step)} to resume from the others",
+                    f", or delete {self._folder(step)} to resume from the others",
                 )
             raise ValueError(Message(f"{error}; ", advice)) from None
 
@@ -331,21 +339,24 @@ class Checkpoints:
             if step == except_step:
                 continue
             with contextlib.suppress(ValueError):
-                verify(self._path / str(step))
+                verify(self._folder(step))
                 return step
         return None
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-        directory = self._path / str(step)
+        directory = self._folder(step)
         largest = {}
         for part, arrays in wanted.items():
-            largest[part] = max((leaf.size for leaf in jax.tree.leaves(arrays)), default=0)
+            sizes = [leaf.size for leaf in jax.tree.leaves(arrays)]
+            largest[part] = max(sizes, default=0)
         _require_plausible(directory, largest)  # before TensorStore reads anything
         ocp = self._open_orbax()
-        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        parts = {}
+        for part, arrays in wanted.items():
+            parts[part] = ocp.args.StandardRestore(arrays)
         try:
-            restored = self._orbax.restore(directory, args=ocp.args.Composite(**arguments))
-            return {name: restored[name] for name in wanted}
+            restored = self._orbax.restore(directory, args=ocp.args.Composite(**parts))
+            return {part: restored[part] for part in wanted}
         except Exception as error:  # Orbax raises many kinds
             raise ValueError(
                 f"checkpoint {directory} can't be read: it is damaged, or of a model other than "
@@ -370,7 +381,7 @@ class Checkpoints:
         partial: Path,
         step: int,
         validation_loss: float | None,
-        arrays: dict[str, int],
+        array_counts: dict[str, int],
         unevaluated: dict[str, Any] | None,
     ) -> None:
         """Finish a save in the background: wait for Orbax, write the manifest, rename, delete old
@@ -379,7 +390,7 @@ class Checkpoints:
             self._orbax.wait_until_finished()  # in all processes
             if process_index() != 0:
                 return
-            for part, count in arrays.items():
+            for part, count in array_counts.items():
                 _require_arrays(partial / part, count)
             # This order ensures that a directory with the name of a step is complete: all files are
             # on disk, then the manifest that lists them, and last the name.
@@ -397,7 +408,7 @@ class Checkpoints:
             )
             manifest.write(partial)
             self.run.require_in_place()
-            os.replace(partial, self._path / str(step))
+            os.replace(partial, self._folder(step))
             sync_directory(self._path)
         except MovedDirectory:
             raise
@@ -420,18 +431,18 @@ class Checkpoints:
             return
         try:
             self.run.require_in_place()
-            manifest = Manifest.read(self._path / str(step))
+            folder = self._folder(step)
             manifest = dataclasses.replace(
-                manifest, validation_loss=validation_loss, unevaluated=None
+                Manifest.read(folder), validation_loss=validation_loss, unevaluated=None
             )
             # Outside of the checkpoint's folder, where a crash would leave an extra file.
             beside = self._path / f"saving-{step}-manifest"
             make_directory(beside)
             manifest.write(beside)
             self.run.require_in_place()
-            os.replace(beside / MANIFEST, self._path / str(step) / MANIFEST)
+            os.replace(beside / MANIFEST, folder / MANIFEST)
             beside.rmdir()
-            sync_directory(self._path / str(step))
+            sync_directory(folder)
         except MovedDirectory:
             raise
         except Exception as error:
@@ -456,12 +467,20 @@ class Checkpoints:
         steps = self.steps()
         config = self._config
         try:
-            kept = {*self._by_loss()[: config.keep_best], *steps[-config.keep_last :]}
+            by_loss = self._by_loss()
         except ValueError:
             return  # keep all if one is damaged
+        kept = set(by_loss[: config.keep_best])
+        kept.update(steps[-config.keep_last :])
         if config.keep_every is not None:
-            kept |= {step for step in steps if step % config.keep_every == 0}
+            for step in steps:
+                if step % config.keep_every == 0:
+                    kept.add(step)
         self.run.delete_checkpoints(step for step in steps if step not in kept)
+
+    def _folder(self, step: int) -> Path:
+        """Return the directory of a step's checkpoint."""
+        return self._path / str(step)
 
 
 def _require_arrays(directory: Path, count: int) -> None:
@@ -477,7 +496,7 @@ def _require_arrays(directory: Path, count: int) -> None:
         header = json.loads(path.read_text())
         chunks = 1  # a scalar is one chunk
         for size, chunk_size in zip(header["shape"], header["chunks"], strict=True):
-            chunks *= -(-size // chunk_size)  # rounded up
+            chunks *= math.ceil(size / chunk_size)
         found = len(list(path.parent.iterdir())) - 1  # minus the header
         if found != chunks:
             raise OSError(f"{path.parent} has {found} of {chunks} files")
@@ -493,7 +512,9 @@ def _is_large_on_cpu(state: TrainState) -> bool:
     """
     leaves = jax.tree.leaves(state)
     platforms = {device.platform for device in leaves[0].devices()}
-    return platforms == {"cpu"} and sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
+    if platforms != {"cpu"}:
+        return False
+    return sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
 
 
 def has_average(checkpoint: Path) -> bool:
@@ -511,29 +532,34 @@ def _require_plausible(directory: Path, largest: dict[str, int]) -> None:
     TensorStore allocates the size in a header before it reads, and aborts the process if that
     fails. It also reads other formats, with other headers. A forged manifest could list either.
     """
-
-    def require_plausible(text: str, most: int | None) -> None:
-        header = json.loads(text)
-        if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
-            raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
-        if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
-            raise ValueError("its compressor is not zstd alone, which jgpt writes")
-        for field in ("shape", "chunks"):
-            sizes = header[field]
-            if not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError(f"{field} is {sizes!r}")
-            if most is not None and math.prod(sizes) > most:
-                raise ValueError(
-                    f"{field} {sizes!r} is larger than the model's largest array, or it is of "
-                    "another model"
-                )
-
     for name, path in files_below(directory):
         if not _LAYOUT.fullmatch(name):
             raise ValueError(f"{path} is not a file that jgpt writes")
         if path.name == ".zarray":
             part = Path(name).parts[0]
-            parse_file(path, functools.partial(require_plausible, most=largest.get(part)))
+            parse_file(path, functools.partial(_require_plausible_header, most=largest.get(part)))
+
+
+def _require_plausible_header(text: str, most: int | None) -> None:
+    """Raise ValueError for an array's header that jgpt doesn't write.
+
+    `most` is the limit of its size; there is none for a part that is not read.
+    """
+    header = json.loads(text)
+    if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
+        raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
+    if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
+        raise ValueError("its compressor is not zstd alone, which jgpt writes")
+    for field in ("shape", "chunks"):
+        sizes = header[field]
+        # By its type: True is an int, too, and a float would pass as a size.
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"{field} is {sizes!r}")
+        if most is not None and math.prod(sizes) > most:
+            raise ValueError(
+                f"{field} {sizes!r} is larger than the model's largest array, or it is of "
+                "another model"
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -130,6 +130,7 @@ class RunDirectory:
         """
         if self.checkpoint_steps():
             return True
+        # The line of step 0 is that of the evaluation before training.
         return any(line["step"] > 0 for line, _ in self._lines(METRICS))
 
     @contextlib.contextmanager
@@ -140,8 +141,9 @@ class RunDirectory:
         """
         lock = self.path / LOCK
         had_lock = lock.exists()
+        folders = (self.path, *self.path.parents)
         # The innermost folder comes first, so that they can be removed in this order.
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        missing = [folder for folder in folders if not folder.exists()]
         with self.locked() as taken_lock:
             try:
                 yield taken_lock
@@ -206,8 +208,13 @@ class RunDirectory:
 
     @staticmethod
     def _time_of_change(run: Path) -> int:
-        written = [run / name for name in (CONFIG, METRICS, CHECKPOINTS)]
-        return max(path.stat().st_mtime_ns for path in written if path.exists())
+        # Not the time of the directory, which a lock or a picture changes, too.
+        times = []
+        for name in (CONFIG, METRICS, CHECKPOINTS):
+            path = run / name
+            if path.exists():
+                times.append(path.stat().st_mtime_ns)
+        return max(times)
 
     @staticmethod
     def is_unused(path: Path) -> bool:
@@ -324,7 +331,9 @@ class RunDirectory:
     def append(self, name: str, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Append lines to a file: either all of them or none."""
         self.require_in_place()
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        text = ""
+        for line in lines:
+            text += json.dumps(line, allow_nan=False) + "\n"
         try:
             append(self.path / name, text.encode(), durable=durable)
         except OSError as error:

@@ -51,8 +51,10 @@ class Manifest:
         digest = values.pop("sha256")  # of all other fields
         if digest != _digest_of(values):
             raise ValueError("its SHA-256 does not match")
-        # JSON has no tuples.
-        values["files"] = {name: (size, sha) for name, (size, sha) in values["files"].items()}
+        files = {}
+        for name, (size, sha) in values["files"].items():
+            files[name] = (size, sha)  # JSON has lists, and no tuples
+        values["files"] = files
         manifest = cls(**values)
         # A forged manifest can have a forged digest, so fields are checked all the same.
         for name, hint in get_type_hints(cls).items():
@@ -78,8 +80,11 @@ def verify(directory: Path) -> Manifest:
     Raises ValueError naming the first missing or damaged file.
     """
     manifest = Manifest.read(directory)
-    found = {name: path for name, path in files_below(directory) if name != MANIFEST}
-    for name in sorted({*manifest.files, *found}):
+    found = set()
+    for name, _ in files_below(directory):
+        if name != MANIFEST:
+            found.add(name)
+    for name in sorted(found.union(manifest.files)):
         path = directory / name
         if name not in found:
             raise ValueError(f"{path} is missing")

@@ -50,11 +50,14 @@ def provenance(
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
     """Return the text of the first start that recorded it."""
-    token_digests = [str(line["corpus_sha256"]) for line in lines if "corpus_sha256" in line]
-    if not token_digests:
-        return None
     # The tokens of the first start, which a resumed run must have even if later lines differ.
-    tokens_digest = token_digests[0]
+    tokens_digest = None
+    for line in lines:
+        if "corpus_sha256" in line:
+            tokens_digest = str(line["corpus_sha256"])
+            break
+    if tokens_digest is None:
+        return None
     # A run that an earlier version began has lines without the text before those with it.
     for line in lines:
         match line:
