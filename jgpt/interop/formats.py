@@ -52,7 +52,7 @@ _MODULES = (
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 )
-"""Names in jgpt, in GPT-2 and nanoGPT, and in Llama and Qwen3."""
+"""Names in jgpt, in GPT-2 and nanoGPT, and in Llama and Qwen3; none for what a format lacks."""
 
 _DECODER = {
     "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
@@ -240,12 +240,13 @@ def _is_plain_rope(rope: Any) -> bool:
 
 
 def _require_supported(name: str, value: Any, only: Any) -> None:
+    """Raise ValueError for a value of a field that jgpt lacks, unless it is the `only` one."""
+    if value is None and name in ("layer_types", "pruned_heads"):
+        return
     if name == "layer_types":  # a list with one word for each layer
         only = "full_attention"
-        if value is None or (isinstance(value, list) and all(kind == only for kind in value)):
+        if isinstance(value, list) and all(kind == only for kind in value):
             return
-    if name == "pruned_heads" and value is None:
-        return
     if value != only:
         raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
 
@@ -320,10 +321,11 @@ def _exportable_presets() -> list[str]:
 
 def _explicit_values(config: ModelConfig) -> dict[str, Any]:
     """Return the config's values, with None resolved, and with the other project's names."""
-    # In reverse, so that the first of several names wins.
-    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    activation_names: dict[str, str] = {}
+    for theirs, ours in _ACTIVATIONS.items():
+        activation_names.setdefault(ours, theirs)  # the first of several names
     return dataclasses.asdict(config) | {
-        "activation": activations[config.activation],
+        "activation": activation_names[config.activation],
         "num_kv_heads": config.num_kv_heads or config.num_heads,
         "head_dim": config.head_size,
         "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
@@ -371,9 +373,11 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Mess
             continue
         value = getattr(config, name)
         only = getattr(only_model, name)
-        if value == only or (name in defaults and value == defaults[name]):
+        is_default = name in defaults and value == defaults[name]
+        if value == only or is_default:
             continue
         problem = Message(f"{format.name}'s format doesn't support ", Field(name, value))
+        # A format that always has biases can be written with zeros in their places.
         is_missing_bias = only is True and name.endswith("_bias")
         if not is_missing_bias:
             return Message(problem, ", only ", Field(name, only))

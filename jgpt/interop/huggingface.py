@@ -63,7 +63,9 @@ def load_hf(
             f"there is no folder {directory}: give one with {HF_CONFIG} and {HF_WEIGHTS}; "
             "jgpt import fetches models of the hub by name"
         )
-    known = list(HF_FORMATS) if model_type is None else [model_type]
+    known = list(HF_FORMATS)
+    if model_type is not None:
+        known = [model_type]
     with prefix_errors(directory / HF_CONFIG):
         values = read_json(directory / HF_CONFIG)
         kind = values.get("model_type", "gpt2")  # the oldest configs lack this field
@@ -74,8 +76,10 @@ def load_hf(
         config = read_config(values, format)
     if block_size is not None:
         config = dataclasses.replace(config, block_size=block_size)
+    # The files stay open until their tensors are read, one after the other.
     with prefix_errors(directory), contextlib.ExitStack() as stack:
-        return read_tensors(config, format, _open_weights(directory, config.num_layers, stack))
+        entries = _open_weights(directory, config.num_layers, stack)
+        return read_tensors(config, format, entries)
 
 
 @typed
@@ -95,12 +99,7 @@ def save_hf(
     folder that the model was loaded from: its special tokens, chat template and generation options
     are saved, too. Raises ValueError for a model that the format can't express.
     """
-    # Python represents bytes of a path that are not UTF-8 by these characters.
-    if any("\ud800" <= character <= "\udfff" for character in str(directory)):
-        raise ValueError(
-            f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
-            "can't write: choose another directory"
-        )
+    _require_utf8(directory)
     if not isinstance(model, GPT):
         raise ValueError(
             Message("Hugging Face's format doesn't support ", Field("architecture", "bigram"))
@@ -140,6 +139,16 @@ def save_hf(
             tokenizer.save_gpt2(partial)
 
 
+def _require_utf8(directory: str | Path) -> None:
+    """Raise ValueError for a path with bytes that are not UTF-8."""
+    # Python represents such bytes by these characters.
+    if any("\ud800" <= character <= "\udfff" for character in str(directory)):
+        raise ValueError(
+            f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
+            "can't write: choose another directory"
+        )
+
+
 def _config_to_write(
     model: GPT,
     tokenizer: Tokenizer | None,
@@ -169,7 +178,8 @@ def _open_weights(directory: Path, layers: int, stack: contextlib.ExitStack) -> 
     entries = {}
     for shard in sorted(set(shard_of.values())):
         found = _open_file(directory / shard, layers, stack)
-        listed = plain_names(name for name, file in shard_of.items() if file == shard)
+        names_in_shard = [name for name, file in shard_of.items() if file == shard]
+        listed = plain_names(names_in_shard)
         with prefix_errors(Path(shard)):
             require_names(found=set(found), wanted=set(listed))
         for name in found.keys() & entries.keys():

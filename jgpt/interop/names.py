@@ -54,23 +54,25 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
     if len(blocks) != config.num_layers:
         raise ValueError(f"the config has {config.num_layers} layers, the weights {len(blocks)}")
     layout = _layout(config, format)
+    expected = dict(layout)
     table = f"{format.modules['token_embedding']}.weight"
-    copies = {}
+    has_copy = False
     if config.tie_embeddings and _HEAD in entries:
         # Both parameters share one tensor, which a file may have under either name or under both.
         if table in entries:
-            copies[_HEAD] = layout[table]
+            has_copy = True
+            expected[_HEAD] = layout[table]
         else:
             entries = dict(entries)
             entries[table] = entries.pop(_HEAD)
-    require_names(found=set(entries), wanted=set(layout) | set(copies))
+    require_names(found=set(entries), wanted=set(expected))
     # All shapes are checked before any tensor is read: a large one may take minutes, and a sparse
     # file of 34 GB was a MemoryError.
-    for name, stored in (layout | copies).items():
+    for name, stored in expected.items():
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
-    if copies and not np.array_equal(entries[_HEAD].read(), entries[table].read()):
+    if has_copy and not np.array_equal(entries[_HEAD].read(), entries[table].read()):
         raise ValueError(f"{_HEAD} differs from {table}, but tie_word_embeddings=True")
     parameters = {}
     for name, stored in layout.items():
@@ -96,6 +98,7 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
         raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
     if stored.transposed:
         tensor = tensor.T
+    # Split after each parameter but the last.
     *ends, _ = itertools.accumulate(stored.sizes.values())
     parameters = jnp.split(tensor, ends, axis=-1)
     return dict(zip(stored.sizes, parameters, strict=True))
@@ -112,7 +115,8 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
     for name, stored in _layout(config, format).items():
         arrays = []
         for parameter in stored.sizes:
-            arrays.append(np.asarray(parameters[parameter].get_value(), dtype))
+            value = parameters[parameter].get_value()
+            arrays.append(np.asarray(value, dtype))
         tensor = np.concatenate(arrays, axis=-1)
         if stored.transposed:
             tensor = tensor.T
@@ -150,7 +154,8 @@ def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenize
     size = tokenizer.vocab_size
     if size == model.vocab_size:
         return model, tokenizer
-    if model.vocab_size % 64 or not 0 < model.vocab_size - size < 512:
+    padding = model.vocab_size - size
+    if model.vocab_size % 64 or not 0 < padding < 512:
         raise ValueError(
             Message(
                 f"the tokenizer has {size} tokens and the model ",
@@ -213,8 +218,11 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         # an nn.Linear.
         is_linear = format.linear or tensor == _HEAD
         transposed = is_linear and names[0].endswith(".kernel")
-        sizes = {name: parameters[name].shape[-1] for name in names}
-        shape = (*parameters[names[0]].shape[:-1], sum(sizes.values()))
+        sizes = {}
+        for name in names:
+            *shared_axes, size = parameters[name].shape
+            sizes[name] = size
+        shape = (*shared_axes, sum(sizes.values()))
         if transposed:
             shape = shape[::-1]
         layout[tensor] = _Stored(sizes, shape, transposed)
@@ -238,8 +246,9 @@ def _names_by_tensor(
                 name = f"{module}.{kind}".format(index)
                 if name not in parameters:
                     continue
-                # PyTorch calls every parameter but a bias a weight.
-                ending = "bias" if kind == "bias" else "weight"
+                ending = "weight"  # as PyTorch calls every parameter but a bias
+                if kind == "bias":
+                    ending = "bias"
                 tensor = f"{their_module}.{ending}".format(index)
                 names_in.setdefault(tensor, []).append(name)
     return names_in

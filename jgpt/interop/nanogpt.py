@@ -38,9 +38,9 @@ def load_nanogpt(file: str | Path) -> GPT:
             entries = _entries(checkpoint["model"])
         except Exception as error:  # a damaged file can raise anything
             # One sentence of PyTorch's message, without its advice on running code from the file.
-            lines = str(error).splitlines()
-            first_line = lines[0] if lines else ""
-            reason = first_line.partition(". ")[0][:200]
+            first_line, *_ = str(error).splitlines() or [""]
+            first_sentence, _, _ = first_line.partition(". ")
+            reason = first_sentence[:200]
             raise ValueError(
                 f"not a nanoGPT checkpoint ({type(error).__name__}: {reason})"
             ) from None
@@ -86,6 +86,7 @@ def _require_stored(file: BinaryIO) -> None:
 def _require_no_bytearray(file: IO[bytes]) -> None:
     """Raise ValueError if a pickled file makes a `bytearray`. Its operations aren't run."""
     for argument in _strings_of_pickles(file):
+        # A name may be in one string with its module, as in "builtins bytearray".
         if argument.split(" ")[-1] == "bytearray":
             raise ValueError("it makes a bytearray, which no nanoGPT checkpoint has")
 

@@ -112,9 +112,9 @@ def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.Adde
     # In the order of their numbers, which the tokenizer assigns consecutively.
     for number in sorted(numbered):
         yield numbered[number]
-    known = known | {token.content for token in numbered.values()}
+    numbered_texts = {token.content for token in numbered.values()}
     for content, token in named.items():
-        if content not in known:
+        if content not in known and content not in numbered_texts:
             yield token
 
 
@@ -214,11 +214,13 @@ def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, An
         if not name.endswith("_token_id"):
             kept[name] = value
             continue
-        tokens = value if isinstance(value, list) else [value]
+        tokens = value
+        if not isinstance(value, list):  # several tokens may end a text
+            tokens = [value]
         if not any(isinstance(token, int) and token >= vocab_size for token in tokens):
             kept[name] = value
             continue
         inside = [token for token in tokens if token < vocab_size]
-        if inside and isinstance(value, list):  # several tokens may end a text
+        if inside and isinstance(value, list):
             kept[name] = inside
     return kept
