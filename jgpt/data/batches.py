@@ -69,13 +69,15 @@ def batches(
         # would cost far more than their zeros.
         windows = np.zeros((*part_starts.shape, block_size + 1), np.int32)
         used_starts = part_starts[:count]
-        windows[:count] = tokens[used_starts[..., None] + np.arange(block_size + 1)]
+        positions = used_starts[..., None] + np.arange(block_size + 1)  # steps batch window
+        windows[:count] = tokens[positions]
         return windows
 
     if current_mesh().empty:  # uncommitted, like computed arrays, so that nothing is compiled twice
         everything = slice(None)
         return jnp.asarray(read((everything, everything, everything)))
-    sharding = shardings(spec_of((None, "batch", None), shape, current_mesh()))
+    spec = spec_of((None, "batch", None), shape, current_mesh())
+    sharding = shardings(spec)
     return jax.make_array_from_callback(shape, sharding, read)
 
 
@@ -149,13 +151,15 @@ def mixed_starts(
             f"texts of {', '.join(map(str, lengths))} tokens are too short or too long for windows "
             f"of {block_size + 1}: each needs one window, and all fewer than 2**32 tokens"
         )
-    firsts = np.cumsum(lengths) - lengths
+    firsts = np.cumsum(lengths) - lengths  # where each text begins
+    probabilities = weights / weights.sum()
+    # As uint32, as in `window_starts`.
     return _mixed_starts(
         np.uint32(seed),
         first_step,
         firsts.astype(np.uint32),
         positions.astype(np.uint32),
-        (weights / weights.sum()).astype(np.float32),
+        probabilities.astype(np.float32),
         steps,
         batch_size,
     )
@@ -168,14 +172,14 @@ def _mixed_starts(
     first_step: Integer[Array, ""],
     firsts: Integer[Array, " texts"],
     positions: Integer[Array, " texts"],
-    weights: Float[Array, " texts"],
+    probabilities: Float[Array, " texts"],
     steps: int,
     batch_size: int,
 ) -> Integer[Array, "{steps} {batch_size}"]:
     def starts_of_step(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         text_key, start_key = jax.random.split(key)
-        text = jax.random.choice(text_key, len(weights), (batch_size,), p=weights)
+        text = jax.random.choice(text_key, len(probabilities), (batch_size,), p=probabilities)
         start = jax.random.randint(start_key, (batch_size,), 0, positions[text], jnp.uint32)
         return firsts[text] + start
 
@@ -223,8 +227,10 @@ def windows_by_number(
     tokens.
     """
     last = len(tokens) - 1
+    # A window's last token is the first one of the next window: a target here, an input there.
     positions = numbers[..., None] * block_size + np.arange(block_size + 1)
     # Past the end, the last token is repeated and the mask excludes it.
-    windows = np.asarray(tokens)[np.minimum(positions, last)].astype(np.int32)
+    inside = np.minimum(positions, last)
+    windows = np.asarray(tokens)[inside].astype(np.int32)
     is_counted = positions[..., 1:] <= last
     return windows, is_counted

@@ -70,7 +70,17 @@ _KINDS = {
     (".mp3", ".wav", ".flac", ".ogg", ".mp4", ".mov", ".avi", ".mkv", ".webm"): _SOUND,
     (".exe", ".dll", ".so", ".dylib", ".o", ".a", ".pyc", ".class", ".jar"): _PROGRAM,
 }
-NOT_TEXT = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes}
+
+
+def _kinds_by_suffix() -> dict[str, str]:
+    by_suffix = {}
+    for suffixes, kind in _KINDS.items():
+        for suffix in suffixes:
+            by_suffix[suffix] = kind
+    return by_suffix
+
+
+NOT_TEXT = _kinds_by_suffix()
 """The kind of file that a suffix stands for if it is not text, and what the user can do."""
 _LINES_AT_ONCE = 1 << 20
 """The number of bytes that are split into lines at once."""
@@ -242,13 +252,14 @@ def read_blocks(
             if suffix in NOT_TEXT:
                 raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
-                opened, errors = _unpacked(file, compression, path)
+                unpacked, errors = _unpacked(file, compression, path)
                 if suffix in RECORDS or suffix in TABLES:
-                    pieces = _documents(opened, str(path), suffix, field)
+                    pieces = _documents(unpacked, str(path), suffix, field)
                     end = separator
                 else:
-                    pieces = _decoded(opened, str(path), size)
+                    pieces = _decoded(unpacked, str(path), size)
                     end = ""
+                # Where the pieces are read, since a generator raises its errors there.
                 try:
                     length, is_changed = yield from _with_newlines(pieces, end, universal_newlines)
                 except errors as error:

@@ -139,7 +139,9 @@ class Dataset:
         splits = [_whole_numbers("tokens", tokens)]
         if validation is not None:
             splits.append(_whole_numbers("validation", validation))
-            splits.append(_whole_numbers("test", () if test is None else test))
+            if test is None:
+                test = ()
+            splits.append(_whole_numbers("test", test))
         if tokenizer is None:
             tokenizer = _number_tokenizer("the dataset", splits, vocab_size)
         elif not isinstance(tokenizer, Tokenizer):
@@ -152,10 +154,10 @@ class Dataset:
                 validation_fraction=validation_fraction, test_fraction=test_fraction
             )
             loaded = _Tokens(splits[0], tokenizer)
-            splits = list(_split(config, loaded))
+            train, validation, test = _split(config, loaded)
         else:
-            loaded = _Tokens(splits[0], tokenizer, np.concatenate(splits[1:]))
-        train, validation, test = splits
+            train, validation, test = splits
+            loaded = _Tokens(train, tokenizer, np.concatenate([validation, test]))
         return cls(train, validation, test, tokenizer, KnownText(_digest_of(loaded), None, {}))
 
 
@@ -307,22 +309,27 @@ def _load_mixture(
         loaded = _load(part, tokenizer, None, warn, progress)
         tokenizer = loaded.tokenizer
         split = _split(part, loaded)
-        if len(split[0]) <= block_size:
+        training_tokens = len(split[0])
+        if training_tokens <= block_size:
             raise ValueError(
                 Message(
-                    f"the training split of {source} has {counted(len(split[0]), 'token')}, too "
+                    f"the training split of {source} has {counted(training_tokens, 'token')}, too "
                     f"few for one block of {block_size} and its targets: use more text or a "
                     "smaller ",
                     Field("block_size"),
                 )
             )
         splits.append(split)
-        shares.append(Share(source, len(split[0]), weights[source]))
+        shares.append(Share(source, training_tokens, weights[source]))
     assert tokenizer is not None  # there is a source
-    train, validation, test = (np.concatenate(parts) for parts in zip(*splits, strict=True))
+    train_parts, validation_parts, test_parts = zip(*splits, strict=True)
+    train = np.concatenate(train_parts)
+    validation = np.concatenate(validation_parts)
+    test = np.concatenate(test_parts)
     digest = _digest(train, np.concatenate([validation, test]))
     # The same tokens with other weights are another training.
-    digest.update(json.dumps([(share.tokens, share.weight) for share in shares]).encode())
+    tokens_and_weights = [(share.tokens, share.weight) for share in shares]
+    digest.update(json.dumps(tokens_and_weights).encode())
     text = KnownText(digest.hexdigest(), None, corpus_versions(sources))
     return Dataset(train, validation, test, tokenizer, text, tuple(shares))
 
@@ -428,7 +435,10 @@ def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) 
     """Return the tokenizer of numbers for some tokens, which messages call `name`."""
     if vocab_size is not None:
         return NumberTokenizer(vocab_size)
-    largest = max(_extremes(split)[1] for split in splits)
+    largest = 0
+    for split in splits:
+        _, largest_in_split = _extremes(split)
+        largest = max(largest, largest_in_split)
     if largest >= MAX_NUMBERS:
         raise ValueError(
             Message(
@@ -925,7 +935,8 @@ def prepare(
         if _is_read_once(Path(source)):
             raise ValueError(f"{source} can be read only once: save its text to a file first")
     files = source_files(config.data)
-    bytes_read = _Fraction(sum(size for _, size, _ in files), progress)
+    total = sum(size for _, size, _ in files)
+    bytes_read = _Fraction(total, progress)
 
     def read(tokenizer: Tokenizer | None = None, **options: Any) -> Iterable[str]:
         options |= _read_options(config, tokenizer)
@@ -1014,7 +1025,9 @@ def _has_tokens(path: Path, is_text: bool) -> bool:
         return True
     if is_text:
         return False
-    return path.suffix in (".bin", ".npy") or any((path / name).is_file() for name in NANOGPT)
+    if path.suffix in (".bin", ".npy"):
+        return True
+    return any((path / name).is_file() for name in NANOGPT)
 
 
 @typed

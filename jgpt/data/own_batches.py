@@ -30,8 +30,7 @@ class OwnBatches:
         self._function = function
         self._dataset = dataset
         self._config = config
-        self._has_weights: bool | None = None
-        self._has_documents: bool | None = None
+        self._fields: tuple[bool, bool] | None = None
         # A curriculum needs the sizes of a batch, or the number of steps.
         self._options: dict[str, Any] = {}
         if "config" in inspect.signature(function).parameters:
@@ -42,7 +41,10 @@ class OwnBatches:
 
         They are one Batch, whose arrays have the steps as their first axis.
         """
-        batches = [self.of_step(first_step + place) for place in range(count)]
+        batches = []
+        for step in range(first_step, first_step + count):
+            batches.append(self.of_step(step))
+        # One program takes `steps` batches, however many are used.
         empty = jax.tree.map(np.zeros_like, batches[0])
         batches.extend([empty] * (steps - count))
         # Stacked on the host, so that each process moves only the part of its own devices.
@@ -58,18 +60,10 @@ class OwnBatches:
         self._require_shape(step, "tokens", batch.tokens, (rows, block_size + 1))
         self._require_same_fields(step, batch)
         host = jax.tree.map(np.asarray, batch)
-        vocab_size = self._dataset.tokenizer.vocab_size
-        for wrong in (int(host.tokens.min()), int(host.tokens.max())):
-            if not 0 <= wrong < vocab_size:
-                raise self._wrong(
-                    step, f"contains token {wrong}, outside the vocabulary of {vocab_size}"
-                )
+        self._require_tokens(step, host.tokens)
         if host.weights is not None:
             self._require_shape(step, "weights", batch.weights, (rows, block_size))
-            if not np.isfinite(host.weights).all() or host.weights.min() < 0:
-                raise self._wrong(step, "has a weight that is negative or not finite")
-            if host.weights.sum() == 0:
-                raise self._wrong(step, "has weights that sum to zero: some target must count")
+            self._require_weights(step, host.weights)
         if host.documents is not None:
             self._require_shape(step, "documents", batch.documents, (rows, block_size + 1))
         return host
@@ -104,13 +98,28 @@ class OwnBatches:
                 f"block_size={self._config.model.block_size}",
             )
 
+    def _require_tokens(self, step: int, tokens: np.ndarray) -> None:
+        vocab_size = self._dataset.tokenizer.vocab_size
+        for extreme in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= extreme < vocab_size:
+                raise self._wrong(
+                    step, f"contains token {extreme}, outside the vocabulary of {vocab_size}"
+                )
+
+    def _require_weights(self, step: int, weights: np.ndarray) -> None:
+        if not np.isfinite(weights).all() or weights.min() < 0:
+            raise self._wrong(step, "has a weight that is negative or not finite")
+        # The loss is a weighted mean, which divides by this sum.
+        if weights.sum() == 0:
+            raise self._wrong(step, "has weights that sum to zero: some target must count")
+
     def _require_same_fields(self, step: int, batch: Batch) -> None:
         """Raise ValueError if a batch has weights or documents and another one does not."""
         fields = (batch.weights is not None, batch.documents is not None)
-        if self._has_weights is None:
-            self._has_weights, self._has_documents = fields
+        if self._fields is None:
+            self._fields = fields
         # One program takes all batches.
-        if (self._has_weights, self._has_documents) != fields:
+        if self._fields != fields:
             raise self._wrong(step, "must have weights and documents at each step, or at none")
 
     def _wrong(self, step: int, message: str) -> ValueError:
@@ -128,5 +137,6 @@ def _placed(array: Any) -> Any:
     """Put an array of steps, rows and positions on the devices; a mesh shards its rows."""
     if current_mesh().empty:
         return jnp.asarray(array)
-    sharding = shardings(spec_of((None, "batch", None), array.shape, current_mesh()))
+    spec = spec_of((None, "batch", None), array.shape, current_mesh())
+    sharding = shardings(spec)
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])

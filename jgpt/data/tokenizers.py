@@ -55,7 +55,8 @@ _UNUSED_LETTER = "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 40
 _SHORT.maxlist = 8
-UTF_32 = "utf-32-le", "surrogatepass"
+UTF_32 = ("utf-32-le", "surrogatepass")
+"""The encoding in which each character takes four bytes, and lone surrogates are characters."""
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
 
@@ -300,7 +301,9 @@ class CustomTokenizer:
         """Return the tokenizer of a record. Raises ValueError if it is missing, or another one."""
         if self._tokenizer is not None:
             return self
-        tokenizer = CustomTokenizer.of(self.code if make is None else make)
+        if make is None:
+            make = self.code
+        tokenizer = CustomTokenizer.of(make)
         if tokenizer.vocab_size != self.vocab_size:
             raise ValueError(
                 f"the tokenizer {tokenizer.code.named} has a vocab_size of {tokenizer.vocab_size}, "
@@ -411,7 +414,8 @@ class BPETokenizer:
         self.begin: tuple[int, ...] = ()
         """The tokens that `encode` puts before a text."""
         if self.adds_special_tokens:
-            self.begin = tuple(_tokens_before_text(json.loads(backend.to_str())["post_processor"]))
+            processor = json.loads(backend.to_str())["post_processor"]
+            self.begin = tuple(_tokens_before_text(processor))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -508,7 +512,8 @@ class BPETokenizer:
 
     def added_tokens(self) -> set[str]:
         """Return the texts of tokens that are matched before a text is split into words."""
-        return {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content for token in added.values()}
 
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
         """Return a copy with empty tokens added, until each embedding row has a token."""
@@ -567,13 +572,14 @@ class BPETokenizer:
 
     def token_texts(self) -> list[str]:
         """Return `text_of_token` of each token, all at once."""
-        pairs = [[token, token] for token in range(self.vocab_size)]
+        alone = [[token] for token in range(self.vocab_size)]
+        twice = [[token, token] for token in range(self.vocab_size)]
         with _failures_raised():
-            first = self._backend.decode_batch([[token] for token, _ in pairs], False)
-            both = self._backend.decode_batch(pairs, False)
+            texts_alone = self._backend.decode_batch(alone, False)
+            texts_twice = self._backend.decode_batch(twice, False)
         texts = []
-        for one, two in zip(first, both, strict=True):
-            texts.append(two[len(one) :])
+        for text_alone, text_twice in zip(texts_alone, texts_twice, strict=True):
+            texts.append(text_twice[len(text_alone) :])
         for token in self._whole_texts:
             texts[token] = text_of_token(self, token)
         return texts
@@ -645,7 +651,9 @@ class BPETokenizer:
                 text += piece
             else:
                 text += renamed.names[piece]
-        tokens = [renamed.numbers.get(token, token) for token in _encode(renamed.backend, text)]
+        tokens = []
+        for token in _encode(renamed.backend, text):
+            tokens.append(renamed.numbers.get(token, token))
         for number in renamed.names:
             if tokens.count(number) < pieces.count(number):
                 raise ValueError(
@@ -862,7 +870,8 @@ def encode_each(
     def encode(part: _Part) -> bytes:
         tokens = encode_part(part)
         # As in `encode`, a text that already begins with these tokens gets no second ones.
-        if part.offset == 0 and not np.array_equal(tokens[: len(begin)], begin):
+        begins_already = np.array_equal(tokens[: len(begin)], begin)
+        if part.offset == 0 and not begins_already:
             tokens = np.concatenate([begin, tokens])
         if part.is_last and len(end):
             tokens = np.concatenate([tokens, end])
@@ -938,8 +947,10 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
         return lambda part: encode(tokenizer, part.text)
 
     def encode_after_context(part: _Part) -> np.ndarray:
-        # Some tokenizers put a space before a text, which must precede only the first part.
-        line = part.context[part.context.rfind("\n", 0, -1) + 1 :]
+        # Some tokenizers put a space before a text, which must precede only the first part. So the
+        # part is encoded behind its line's beginning, whose tokens are then left out.
+        line_start = part.context.rfind("\n", 0, -1) + 1
+        line = part.context[line_start:]
         text = part.text
         if tokenizer.takes_spaces_before(part.following):
             text = text.rstrip()  # the next part begins with a token that includes these spaces
@@ -1005,8 +1016,9 @@ def text_of_token(tokenizer: Tokenizer, token: int) -> str:
 
     Some decoders, such as Llama 2's, strip the space of the first token.
     """
-    first = tokenizer.decode([token])
-    return tokenizer.decode([token, token])[len(first) :]
+    alone = tokenizer.decode([token])
+    twice = tokenizer.decode([token, token])
+    return twice[len(alone) :]
 
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

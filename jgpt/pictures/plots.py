@@ -72,11 +72,11 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         progress = _progress_of(metrics, config)
+        lines: list[Line2D] = []
         for name, axes in panels.items():
             x = progress[name]
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
-        _, smoothed_line, *_ = lines
-        smoothed.append(smoothed_line)  # represents the run in the legend
+        smoothed.append(lines[1])  # represents the run in the legend
     labels = _labels_of(runs)
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
