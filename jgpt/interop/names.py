@@ -218,10 +218,8 @@ def _layout(config: ModelConfig, format: Format) -> dict[str, _Stored]:
         # an nn.Linear.
         is_linear = format.linear or tensor == _HEAD
         transposed = is_linear and names[0].endswith(".kernel")
-        sizes = {}
-        for name in names:
-            *shared_axes, size = parameters[name].shape
-            sizes[name] = size
+        sizes = {name: parameters[name].shape[-1] for name in names}
+        shared_axes = parameters[names[0]].shape[:-1]
         shape = (*shared_axes, sum(sizes.values()))
         if transposed:
             shape = shape[::-1]

@@ -64,7 +64,8 @@ def spec_of(
         excluded = exclude
         if len(shape) == 1 and dimension != "batch":  # biases and scales of norms
             excluded = "fsdp"
-        axes = tuple(axis for axis in axes_of(dimension, mesh) if axis != excluded)
+        wanted_axes = axes_of(dimension, mesh)
+        axes = tuple(axis for axis in wanted_axes if axis != excluded)
         _, units = _name_and_units(dimension)
         if units is None:
             units = size
@@ -120,7 +121,8 @@ def weight_specs(model: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the spec of each parameter of a model, in the structure of the weights."""
 
     def spec(_: Any, variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(spec_of(dimensions_of(variable), variable.shape, mesh))
+        parameter_spec = spec_of(dimensions_of(variable), variable.shape, mesh)
+        return variable.replace(parameter_spec)
 
     return nnx.to_pure_dict(nnx.map_state(spec, nnx.state(model, nnx.Param)))
 

@@ -53,6 +53,7 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
             channel = re.search(r"channel_id=\d+", line)
             is_repeated = channel is not None and channel[0] in seen
             if found and not is_repeated:
+                # A collective without a channel is never seen twice.
                 if channel is not None:
                     seen.add(channel[0])
                 if "reduce-scatter" in name:  # on a TPU, an all-reduce followed by a slice
@@ -82,7 +83,8 @@ def collectives(text: str) -> Iterator[tuple[str, int]]:
             return 1
         return int(limit[1])
 
-    yield from inside(next(name for entry, name, _ in computations if entry))
+    entry = next(name for is_entry, name, _ in computations if is_entry)
+    yield from inside(entry)
 
 
 def _sent(found: re.Match[str], line: str) -> int:
@@ -115,7 +117,7 @@ def _bytes_of_types(types: str) -> int:
     """Return the total bytes of arrays in HLO's types, such as `(f32[8,128]{1,0}, bf16[])`."""
     total = 0
     for bits, shape in re.findall(r"\b[a-z]+(\d*)\w*\[([\d,]*)\]", types):
-        itemsize = -(-int(bits or 8) // 8)  # rounded up; pred has no bits in its name
+        itemsize = math.ceil(int(bits or 8) / 8)  # pred has no bits in its name
         elements = 1  # a scalar has an empty shape
         for size in shape.split(","):
             if size:
@@ -127,8 +129,9 @@ def _bytes_of_types(types: str) -> int:
 def _group(line: str) -> int:
     """Return the number of devices in a group, in any of HLO's notations for groups."""
     if found := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+        size_of = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        axes = re.findall(r"'(\w+)'", found[2])
+        return math.prod(int(size_of[axis]) for axis in axes)
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(found[1])
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)

@@ -25,9 +25,18 @@ from jgpt.user_code import require_code
 
 METRIC_NAME = re.compile(r"[A-Za-z_][\w./-]*")
 TAKEN_METRICS = (
-    *("step", "loss", "gradient_norm", "learning_rate"),
-    *("validation_loss", "validation_estimate", "exact_validation_loss"),
-    *("tokens", "seconds", "tokens_per_second", "model_flops_utilisation", "memory_bytes"),
+    "step",
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "validation_loss",
+    "validation_estimate",
+    "exact_validation_loss",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "model_flops_utilisation",
+    "memory_bytes",
 )
 """The metrics of every run, whose names an objective's metrics can't have."""
 
@@ -56,14 +65,18 @@ def split_arrays(objective: Any) -> tuple[Callable[[Any], Any], list[Any]]:
     if isinstance(objective, types.FunctionType):
         closed_over = tuple(cell.cell_contents for cell in objective.__closure__ or ())
     leaves, structure = jax.tree.flatten((objective, closed_over))
-    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
-    held = [jnp.asarray(leaf) for leaf, holds in zip(leaves, is_array, strict=True) if holds]
+    held = []
+    for leaf in leaves:
+        if _is_array(leaf):
+            held.append(jnp.asarray(leaf))
 
     def with_arrays(arrays: Any) -> Any:
         remaining = iter(arrays)
         replaced = []
-        for leaf, holds in zip(leaves, is_array, strict=True):
-            replaced.append(next(remaining) if holds else leaf)
+        for leaf in leaves:
+            if _is_array(leaf):
+                leaf = next(remaining)
+            replaced.append(leaf)
         called, values = structure.unflatten(replaced)
         if not values:
             return called
@@ -78,6 +91,10 @@ def split_arrays(objective: Any) -> tuple[Callable[[Any], Any], list[Any]]:
     if not held:
         return lambda _: objective, []
     return with_arrays, held
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
 
 
 def as_loss(result: Any, dtype: Any) -> Loss:

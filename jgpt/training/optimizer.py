@@ -107,8 +107,10 @@ def _is_embedding(path: tuple[Any, ...], dimensions: Mapping[str, Dimensions]) -
     """
     names = []
     for key in path:
-        # Stacked arrays have the dimension names of the first block, which all blocks share.
-        names.append("0" if key == STACKED else str(key.key))
+        name = str(key.key)
+        if key == STACKED:
+            name = "0"  # stacked arrays have the dimension names of any block
+        names.append(name)
     parameter_dimensions = dimensions.get(".".join(names), ())
     if len(parameter_dimensions) != 2:
         return False
@@ -304,7 +306,9 @@ def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
             layer_leaves = []
             for path, leaf in leaves:
                 # Leaves that are not stacked, such as the step count, are the same for all layers.
-                layer_leaves.append(next(matrices) if STACKED in path else leaf)
+                if STACKED in path:
+                    leaf = next(matrices)
+                layer_leaves.append(leaf)
             return muon_update(*structure.unflatten(layer_leaves))
 
         def merge_layers(path, leaf):

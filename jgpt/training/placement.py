@@ -52,10 +52,10 @@ def placements(config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[Placement
     placed = []
     for name, variable in named_parameters(abstract_model(config)).items():
         spec = rules.spec_of(rules.dimensions_of(variable), variable.shape, mesh)
-        dimensions = []
+        sizes = []
         for size, axes in zip(variable.shape, spec, strict=True):
-            dimensions.append(_sharded_size(size, axes))
-        sharding = f"{variable.dtype}[{', '.join(dimensions)}]"
+            sizes.append(_sharded_size(size, axes))
+        sharding = f"{variable.dtype}[{', '.join(sizes)}]"
         on_each = bytes_on_each(variable.get_value(), spec, mesh)
         placed.append(Placement(name, sharding, on_each))
     return placed
@@ -91,10 +91,10 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
     for variable in named_parameters(abstract_model(config)).values():
         dimensions = rules.dimensions_of(variable)
         shape = variable.shape
-        spec = rules.spec_of(dimensions, shape, mesh)
-        size = bytes_on_each(variable.get_value(), spec, mesh)
         if len(shape) == 1:  # vectors are small
             continue
+        spec = rules.spec_of(dimensions, shape, mesh)
+        on_each = bytes_on_each(variable.get_value(), spec, mesh)
         for dimension, units, axes in zip(dimensions, shape, spec, strict=True):
             wanted_axes = rules.axes_of(dimension, mesh)
             if not wanted_axes or axes:
@@ -106,7 +106,7 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
             for axis in wanted_axes:
                 divisors.append(f"{axis}={mesh.shape[axis]}")
             # The memory that each device would save if the dimension were sharded.
-            saved = size - size // rules.shards_of(dimension, mesh)
+            saved = on_each - on_each // rules.shards_of(dimension, mesh)
             costs[f"{name}={units} is not divided by {' x '.join(divisors)}"] += saved
     sentences = []
     for reason, cost in costs.items():

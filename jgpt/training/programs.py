@@ -32,10 +32,12 @@ def sizes_to_trace(block_size: int) -> dict[str, tuple[int, ...]]:
     The first two lengths are near each other, since a program may do something else at a half. Some
     product of both is odd, so that it differs from itself rounded to an even number.
     """
-    times = (max(block_size - 1, 1), block_size, block_size // 2 + 1, max(block_size - 2, 1))
+    batches = (3, 4, 5, 9)
     if block_size == 1:
-        times = (1, 1, 1, 1)
-    return {"b": (3, 4, 5, 9), "t": times}
+        return {"b": batches, "t": (1, 1, 1, 1)}
+    shorter = max(block_size - 2, 1)
+    times = (block_size - 1, block_size, block_size // 2 + 1, shorter)
+    return {"b": batches, "t": times}
 
 
 def forward_program(config: TrainConfig, batch: int, time: int) -> Program:
@@ -61,14 +63,18 @@ def decode_program(config: TrainConfig, batch: int, time: int) -> Program:
             raise ValueError(
                 Message("the model has no KV cache: leave out ", Field("decode", True))
             )
-        return model(tokens, cache=model.empty_cache(batch, time))
+        # Made inside, since only the number of tokens and the weights are traced from outside.
+        cache = model.empty_cache(batch, time)
+        return model(tokens, cache=cache)
 
     return Program(decode, (weights, tokens))
 
 
 def train_program(config: TrainConfig, batch: int, time: int) -> Program:
     """Return a train step over `batch` windows of `time` targets."""
+    steps = make_train_steps(config)
+    state = abstract_state(config)
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    return Program(make_train_steps(config), (abstract_state(config), windows, key, count))
+    return Program(steps, (state, windows, key, count))

@@ -109,8 +109,10 @@ def _squared_ratios(before: LikeWeights, after: LikeWeights) -> ByPart:
 
     of_updates = sum_of_squares(jax.tree.map(difference, after, before))
     of_parameters = sum_of_squares(before)
-    # Both are sums over equally many numbers.
-    return {part: squares / of_parameters[part] for part, squares in of_updates.items()}
+    ratios = {}
+    for part, squares in of_updates.items():
+        ratios[part] = squares / of_parameters[part]  # both are sums over equally many numbers
+    return ratios
 
 
 @typed
@@ -130,7 +132,8 @@ def sum_of_squares(tree: Weights) -> ByPart:
             continue
         # The first axis is that of the blocks.
         position = path.index(stacking.STACKED)
-        for block, of_block in enumerate(squares.reshape(len(squares), -1).sum(axis=1)):
+        of_blocks = squares.reshape(len(squares), -1).sum(axis=1)
+        for block, of_block in enumerate(of_blocks):
             names[position] = str(block)
             add(names, of_block)
     return sums
@@ -190,7 +193,12 @@ def _make_mean_squares(config: TrainConfig) -> Callable[..., Any]:
         # The keys are those of the gradients, so that dropout is the same.
         keys = jax.random.split(key, micro_batches)
         parts = jax.tree.map(lambda leaf: rules.split_batch(leaf, micro_batches), batch)
-        by_part = jax.lax.map(lambda part: of_micro_batch(weights, *part), (parts, keys))
+
+        def of_part(part):
+            batch, key = part
+            return of_micro_batch(weights, batch, key)
+
+        by_part = jax.lax.map(of_part, (parts, keys))
         return jax.tree.map(jnp.mean, by_part)
 
     return mean_squares
