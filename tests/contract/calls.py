@@ -4,6 +4,7 @@ import collections
 import collections.abc
 import functools
 import inspect
+import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -74,72 +75,76 @@ class Call:
         arguments = self.signature.bind(*args, **kwargs).arguments
         if function.__name__ == "__init__":  # the object isn't made yet
             self.function = type(arguments.pop("self"))
-            parameters = [*self.signature.parameters.values()][1:]
+            _, *parameters = self.signature.parameters.values()
             self.signature = self.signature.replace(parameters=parameters)
         self.order = list(arguments)
         # what the contract can tell apart: arrays, None, and the classes of the others
-        given = [(name, is_array(value) or type(value)) for name, value in arguments.items()]
-        self.kind = self.name, *given
-        # a method among the arguments holds its module's parameters
-        methods = {
-            name: jax.tree_util.Partial(value.__func__, value.__self__)
-            for name, value in arguments.items()
-            if inspect.ismethod(value)
-        }
-        self.leaves, self.tree = jax.tree.flatten({**arguments, **methods}, is_iterator)
-        self.traced = any(isinstance(leaf, Tracer) for leaf in self.leaves)
+        kinds = [(name, is_array(value) or type(value)) for name, value in arguments.items()]
+        self.kind = (self.name, *kinds)
+        self.arrays = [name for name in self.order if is_array(arguments[name])]
+
+        values = {name: with_parameters(value) for name, value in arguments.items()}
+        leaves, self.tree = jax.tree.flatten(values, is_iterator)
+        self.traced = any(isinstance(leaf, Tracer) for leaf in leaves)
         if self.traced:
-            self.leaves = [
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                if isinstance(leaf, jax.Array)
-                else leaf
-                for leaf in self.leaves
-            ]
+            leaves = [struct_of(leaf) for leaf in leaves]
+        self.leaves: list[Any] = leaves
         self.span: dict[str, slice] = {}
         """Where the leaves of each argument are."""
-        before = 0
+        start = 0
         for name in sorted(self.order):
-            after = before + len(jax.tree.leaves(methods.get(name, arguments[name]), is_iterator))
-            self.span[name] = slice(before, after)
-            before = after
-        self.arrays = [name for name in self.order if is_array(arguments[name])]
+            end = start + len(jax.tree.leaves(values[name], is_iterator))
+            self.span[name] = slice(start, end)
+            start = end
+
+    def leaf_of(self, name: str) -> Any:
+        """The array that is an argument."""
+        return self.leaves[self.span[name].start]
 
     @functools.cached_property
     def good(self) -> dict[str, Value]:
         """The arrays that are arguments, in the order of the signature."""
-        found = {name: self.leaves[self.span[name]][0] for name in self.arrays}
-        return {name: Value(leaf.shape, leaf.dtype.name) for name, leaf in found.items()}
+        found = {}
+        for name in self.arrays:
+            leaf = self.leaf_of(name)
+            found[name] = Value(leaf.shape, leaf.dtype.name)
+        return found
 
     def arguments(self, leaves: list[Any]) -> inspect.BoundArguments:
         arguments = jax.tree.unflatten(self.tree, leaves)
-        ordered = collections.OrderedDict((name, arguments[name]) for name in self.order)
+        ordered = collections.OrderedDict()
+        for name in self.order:
+            ordered[name] = arguments[name]
         return inspect.BoundArguments(self.signature, ordered)
 
     def changed(self, values: Mapping[str, Value]) -> list[Any]:
         leaves = list(self.leaves)
         for name, value in values.items():
             if value != self.good[name]:
-                at = self.span[name].start
-                leaves[at] = value.like(leaves[at])
+                leaves[self.span[name].start] = value.like(self.leaf_of(name))
         return leaves
 
     def again(self, values: Mapping[str, Value], function: Callable[..., Any] | None = None) -> Any:
         """Make the call with these arrays, of this function or another: traced if it was."""
         leaves = self.changed(values)
+        called = function or self.function
         result = None
-        structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-        traced = structs if self.traced else []
+        traced = []
+        if self.traced:
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, jax.ShapeDtypeStruct):
+                    traced.append(number)
 
         def run(arrays: list[Any]) -> None:
             nonlocal result
             given = list(leaves)
-            for i, array in zip(traced, arrays, strict=True):
-                given[i] = array
+            for number, array in zip(traced, arrays, strict=True):
+                given[number] = array
             bound = self.arguments(given)
-            result = (function or self.function)(*bound.args, **bound.kwargs)
+            result = called(*bound.args, **bound.kwargs)
 
         if self.traced:
-            jax.eval_shape(run, [leaves[i] for i in traced])
+            jax.eval_shape(run, [leaves[number] for number in traced])
         else:
             run([])
         return result
@@ -154,13 +159,19 @@ class Call:
         except TypeCheckError as error:
             blame = str(error).partition("\n")[0]
             subject, _, said = blame.partition("() ")
-            if "argument" in said and subject == self.name:
+            if "argument" not in said:
+                return f"late: {blame}"
+            if subject == self.name:
                 return "contract"
-            return "ok" if "argument" in said and subject in also else f"late: {blame}"
+            if subject in also:
+                return "ok"
+            return f"late: {blame}"
         except ValueError as error:
             # what shapes can't say, said in jgpt's own words
             raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-            return "ok" if "/jgpt/" in raised_in else f"leak: {error!r}"
+            if "/jgpt/" in raised_in:
+                return "ok"
+            return f"leak: {error!r}"
         except Exception as error:
             return f"leak: {error!r}"
         return "ok"
@@ -188,20 +199,35 @@ class Call:
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """What the dimensions in the annotations stand for, each `*batch` for several."""
-        return {
-            dimension: tuple(sizes)
-            for name, value in self.good.items()
-            for dimension, sizes in by_dimension(
-                array_hint(self.hints[name], self.leaves[self.span[name].start]), value.shape
-            )
-        }
+        found = {}
+        for name, value in self.good.items():
+            hint = array_hint(self.hints[name], self.leaf_of(name))
+            for dimension, sizes in by_dimension(hint, value.shape):
+                found[dimension] = tuple(sizes)
+        return found
+
+
+def with_parameters(value: Any) -> Any:
+    """A method as a tree, which holds its module's parameters."""
+    if inspect.ismethod(value):
+        return jax.tree_util.Partial(value.__func__, value.__self__)
+    return value
+
+
+def struct_of(leaf: Any) -> Any:
+    """A tracer's shape and dtype, which outlive its trace."""
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def array_hint(hint: Any, value: Any) -> Any:
     """Of what a value may be, the array annotation for its library, or None."""
     library = np.ndarray if isinstance(value, np.ndarray) else jax.Array
-    alternatives = getattr(hint, "__args__", (hint,))
-    return next((it for it in alternatives if getattr(it, "array_type", None) is library), None)
+    for alternative in getattr(hint, "__args__", (hint,)):
+        if getattr(alternative, "array_type", None) is library:
+            return alternative
+    return None
 
 
 class Listener:
@@ -242,26 +268,30 @@ def overheard(program: Callable[[], Any]) -> dict[str, list[Call]]:
 
 
 def shape_mutations(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    resized = [
-        (*shape[:axis], size, *shape[axis + 1 :])
-        for axis, old in enumerate(shape)
-        for size in (1, old + 1)  # what broadcasts, and the nearest
-        if size != old
-    ]
-    dropped = [(*shape[:axis], *shape[axis + 1 :]) for axis in range(len(shape))]
-    added = [(1, *shape), (43, *shape), (*shape, 1)]
-    swapped = [
-        (*shape[:i], shape[j], *shape[i + 1 : j], shape[i], *shape[j + 1 :])
-        for i in range(len(shape))
-        for j in range(i + 1, len(shape))
-    ]
-    squares = [
-        tuple(old + 1 if size == old else size for size in shape)
-        for old in shape
-        if shape.count(old) > 1
-    ]
-    found = dict.fromkeys(resized + dropped + added + swapped + squares)
-    return [each for each in found if each != shape]
+    """Other shapes: an axis resized, dropped, added or swapped, or all axes of one size resized."""
+    found = []
+    for axis, old in enumerate(shape):
+        for size in (1, old + 1):  # what broadcasts, and the nearest
+            found.append((*shape[:axis], size, *shape[axis + 1 :]))
+    for axis in range(len(shape)):
+        found.append((*shape[:axis], *shape[axis + 1 :]))
+    found += [(1, *shape), (43, *shape), (*shape, 1)]
+    for first, second in itertools.combinations(range(len(shape)), 2):
+        swapped = list(shape)
+        swapped[first] = shape[second]
+        swapped[second] = shape[first]
+        found.append(tuple(swapped))
+    for old in shape:
+        if shape.count(old) > 1:
+            found.append(resized(shape, old, old + 1))
+    different = dict.fromkeys(found)
+    different.pop(shape, None)
+    return list(different)
+
+
+def resized(shape: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
+    """The shape with another size in place of one, on all of its axes."""
+    return tuple(new if size == old else size for size in shape)
 
 
 def mutations(values: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
@@ -269,14 +299,16 @@ def mutations(values: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
 
     Also one size in all of them: no two names have one size, so that is right if the name is free.
     """
+    sizes = set()
     for name, value in values.items():
+        sizes.update(value.shape)
         for shape in shape_mutations(value.shape):
             yield {**values, name: value._replace(shape=shape)}
         for dtype in (*DTYPES, KEY.name):
             if dtype != value.dtype:
                 yield {**values, name: value._replace(dtype=dtype)}
-    for old in {size for value in values.values() for size in value.shape}:
-        yield {
-            name: value._replace(shape=tuple(41 if size == old else size for size in value.shape))
-            for name, value in values.items()
-        }
+    for old in sizes:
+        changed = {}
+        for name, value in values.items():
+            changed[name] = value._replace(shape=resized(value.shape, old, 41))
+        yield changed

@@ -195,30 +195,48 @@ def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
     yield object()
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
         yield value[:-1]
-        for i, each in enumerate(get_args(hint)):
-            for wrong in wrong_values(each, value[i], loose):
-                yield (*value[:i], wrong, *value[i + 1 :])
+        for place, part in enumerate(get_args(hint)):
+            for wrong in wrong_values(part, value[place], loose):
+                yield (*value[:place], wrong, *value[place + 1 :])
     elif array_hint(hint, value) is not None and hasattr(value, "dtype"):
-        shapes = [it for it in shape_mutations(value.shape) if not loose or len(it) != value.ndim]
-        family = next((it for it in ("int", "float") if it in value.dtype.name), value.dtype.name)
-        dtypes = [each for each in (*DTYPES, KEY.name) if family not in each]
-        for wrong in (
-            *(Value(shape, value.dtype.name) for shape in shapes),
-            *(Value(value.shape, dtype) for dtype in dtypes),
-        ):
-            yield wrong.like(value)
-    elif leaf := getattr(hint, "leaftype", None):
-        if not jax.tree.leaves(value):  # such as None for an objective without metrics
-            return
-        yield jax.tree.map(lambda leaf: 1.5, value)
-        if not isinstance(value, Tracer) and "Shaped" not in str(leaf):
-            yield jax.tree.map(lambda leaf: Value(np.shape(leaf), "uint8").like(leaf), value)
-        if hint.structure:
-            yield {"other": value}
-        if getattr(leaf, "dim_str", "...") != "...":
-            yield jax.tree.map(
-                lambda leaf: Value((*leaf.shape, 1), leaf.dtype.name).like(leaf), value
-            )
+        yield from wrong_arrays(value, loose)
+    elif getattr(hint, "leaftype", None):
+        yield from wrong_trees(hint, value)
+
+
+def wrong_arrays(value: Any, loose: bool) -> Iterator[Any]:
+    """With another shape, of as many dimensions only if it isn't loose, or of another kind."""
+    name = value.dtype.name
+    for shape in shape_mutations(value.shape):
+        if not loose or len(shape) != value.ndim:
+            yield Value(shape, name).like(value)
+    kind = name
+    for common in ("int", "float"):
+        if common in name:
+            kind = common
+            break
+    for dtype in (*DTYPES, KEY.name):
+        if kind not in dtype:
+            yield Value(value.shape, dtype).like(value)
+
+
+def wrong_trees(hint: Any, value: Any) -> Iterator[Any]:
+    if not jax.tree.leaves(value):  # such as None for an objective without metrics
+        return
+
+    def in_bytes(leaf: Any) -> Any:
+        return Value(np.shape(leaf), "uint8").like(leaf)
+
+    def with_one_more_axis(leaf: Any) -> Any:
+        return Value((*leaf.shape, 1), leaf.dtype.name).like(leaf)
+
+    yield jax.tree.map(lambda leaf: 1.5, value)
+    if not isinstance(value, Tracer) and "Shaped" not in str(hint.leaftype):
+        yield jax.tree.map(in_bytes, value)
+    if hint.structure:
+        yield {"other": value}
+    if getattr(hint.leaftype, "dim_str", "...") != "...":
+        yield jax.tree.map(with_one_more_axis, value)
 
 
 def judge_results(call: Call) -> None:
