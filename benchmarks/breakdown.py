@@ -7,7 +7,6 @@ run in parallel, so only the shares are meaningful.
 
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from runner import Figures
@@ -29,35 +28,41 @@ Instruction = re.Match[str]
 
 def kinds(program: str) -> dict[str, str]:
     """The kind of each instruction of a program that a device runs as one operation."""
-    computations = COMPUTATION.findall(program)
-    bodies = {name: list(INSTRUCTION.finditer(body)) for name, body in computations}
+    bodies = {}
+    for name, body in COMPUTATION.findall(program):
+        bodies[name] = list(INSTRUCTION.finditer(body))
 
-    def inside(instruction: Instruction) -> Iterator[Instruction]:
-        yield instruction
+    def inside(instruction: Instruction) -> list[Instruction]:
+        """The instruction, and those of the computations that it calls."""
+        found = [instruction]
         for name in re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", instruction[0]):
-            for each in bodies[name]:
-                yield from inside(each)
+            for called in bodies[name]:
+                found += inside(called)
+        return found
 
-    return {
-        instruction[1]: kind_of(list(inside(instruction)))
-        for body in bodies.values()
-        for instruction in body
-        if instruction[2] not in HOLDING_OTHERS
-    }
+    kind = {}
+    for instructions in bodies.values():
+        for instruction in instructions:
+            if instruction[2] not in HOLDING_OTHERS:
+                kind[instruction[1]] = kind_of(inside(instruction))
+    return kind
 
 
 def kind_of(parts: list[Instruction]) -> str:
-    products = [part[0] for part in parts if part[2] in ("dot", "convolution")]
-    names = [name for part in parts for name in re.findall(r'op_name="(jit\([^"]*)"', part[0])]
+    products = []
+    names = []
+    for part in parts:
+        names += re.findall(r'op_name="(jit\([^"]*)"', part[0])
+        if part[2] in ("dot", "convolution"):
+            products.append(part[0])
     # forward and backward operations have jvp() in their names; an optimizer update may have the
     # last operation of a gradient fused into it
     of_loss = sum("jvp(" in name for name in names)
-    is_optimizer = 2 * of_loss < len(names)
-    if products and not is_optimizer:
+    if 2 * of_loss < len(names):
+        return OPTIMIZER
+    if products:
         batched = any("batch_dims={0" in product for product in products)
         return ATTENTION if batched else DENSE
-    if is_optimizer:
-        return OPTIMIZER
     primitives = {name.rpartition("/")[2] for name in names}
     return REDUCTIONS if primitives & REDUCING else ELEMENTWISE
 
@@ -70,8 +75,11 @@ def traced_milliseconds(directory: Path, kind: dict[str, str]) -> Figures:
     total: Figures = dict.fromkeys(KINDS, 0.0)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
-            for event in line.events if line.name.startswith("tf_XLA") else ():
-                name = str(dict(event.stats).get("hlo_op") or event.name)
+            if not line.name.startswith("tf_XLA"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                name = str(stats.get("hlo_op") or event.name)
                 if name in kind:
                     total[kind[name]] += event.duration_ns / 1e6
     return total
@@ -86,12 +94,13 @@ def step(config: str) -> Figures:
     from jgpt.hardware import current_platform
     from jgpt.nn.precision import run_for_platform
 
-    its = run_for_platform(from_json(TrainConfig, config), current_platform())
-    compiled = traced(its).lower().compile()
-    take = take_compiled(its, compiled)
+    train_config = run_for_platform(from_json(TrainConfig, config), current_platform())
+    compiled = traced(train_config).lower().compile()
+    take = take_compiled(train_config, compiled)
     take()
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             take()
-        found = traced_milliseconds(Path(directory), kinds(compiled.as_text() or ""))
-    return {name: time / STEPS for name, time in found.items()}
+        program = compiled.as_text() or ""
+        milliseconds = traced_milliseconds(Path(directory), kinds(program))
+    return {name: time / STEPS for name, time in milliseconds.items()}

@@ -36,34 +36,42 @@ def main(seed: int = 1337) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         subprocess.run(runner.jgpt(*train, "--out", run), check=True)
-        loaded = jgpt.load(run)
-        dataset = jgpt.load_dataset(
-            loaded.config.dataset, loaded.config.model.block_size, tokenizer=loaded.tokenizer
-        )
-        found = {
-            "preset": loaded.config.name,
-            "period": PERIOD,
-            "copies": COPIES,
-            "texts": TEXTS,
-            "random characters": measured(loaded.model, random_texts(loaded.model.vocab_size)),
-            "Shakespeare": measured(loaded.model, passages(dataset.validation)),
-        }
+        model, tokenizer, config = jgpt.load(run)
+        dataset = jgpt.load_dataset(config.dataset, config.model.block_size, tokenizer=tokenizer)
+    random_characters = random_texts(model.vocab_size)
+    shakespeare = passages(dataset.validation)
+    found = {
+        "preset": config.name,
+        "period": PERIOD,
+        "copies": COPIES,
+        "texts": TEXTS,
+        "random characters": measured(model, random_characters),
+        "Shakespeare": measured(model, shakespeare),
+    }
     print(found)
     print(runner.write("induction", found))
 
 
 def random_texts(vocab_size: int) -> Int[Array, "{TEXTS} time"]:
     """Random characters, no two of them equal in a copy."""
+
+    def shuffled(key: Array) -> Array:
+        return jax.random.permutation(key, vocab_size)
+
     keys = jax.random.split(jax.random.key(0), TEXTS)
-    orders = jax.vmap(lambda key: jax.random.permutation(key, vocab_size))(keys)
-    return jnp.tile(orders[:, :PERIOD], (1, COPIES))
+    characters = jax.vmap(shuffled)(keys)
+    return repeated(characters[:, :PERIOD])
 
 
 def passages(text: Int[np.ndarray, " length"]) -> Int[Array, "{TEXTS} time"]:
     """Passages from all of a text."""
     starts = np.linspace(0, len(text) - PERIOD, TEXTS).astype(int)
-    passages = text[starts[:, None] + np.arange(PERIOD)]
-    return jnp.tile(jnp.asarray(passages, int), (1, COPIES))
+    positions = starts[:, None] + np.arange(PERIOD)
+    return repeated(jnp.asarray(text[positions], int))
+
+
+def repeated(texts: Int[Array, "{TEXTS} {PERIOD}"]) -> Int[Array, "{TEXTS} time"]:
+    return jnp.tile(texts, (1, COPIES))
 
 
 def measured(model: jgpt.GPT, tokens: Int[Array, "batch time"]) -> dict[str, Any]:
@@ -88,11 +96,15 @@ def measured(model: jgpt.GPT, tokens: Int[Array, "batch time"]) -> dict[str, Any
 
 def losses_of(model: Any, tokens: Int[Array, "batch time"]) -> tuple[float, float]:
     """The loss of the characters of the first copy, and of those that were seen before."""
-    log_probability = jax.nn.log_softmax(model(tokens[:, :-1]), axis=-1)
-    picked = jnp.take_along_axis(log_probability, tokens[:, 1:, None], axis=-1)
+    logits = model(tokens[:, :-1])
+    log_probability = jax.nn.log_softmax(logits, axis=-1)
+    targets = tokens[:, 1:]
+    picked = jnp.take_along_axis(log_probability, targets[..., None], axis=-1)
     loss = -picked[..., 0]  # batch time-1
     # The first character of the second copy can't be foreseen: nothing says that a copy ends.
-    return float(loss[:, : PERIOD - 1].mean()), float(loss[:, PERIOD:].mean())
+    in_first = loss[:, : PERIOD - 1]
+    in_later = loss[:, PERIOD:]
+    return float(in_first.mean()), float(in_later.mean())
 
 
 def on_diagonal(
@@ -100,7 +112,8 @@ def on_diagonal(
 ) -> Float[np.ndarray, "layers heads"]:
     """The mean weight so many keys back, over the queries from the first on."""
     queries = np.arange(first_query, weights.shape[3])
-    return weights[..., queries, queries - back].mean(axis=(1, 3))
+    picked = weights[..., queries, queries - back]  # layers batch heads query
+    return picked.mean(axis=(1, 3))
 
 
 def head_off(model: jgpt.GPT, layer: int, head: int) -> nnx.Module:

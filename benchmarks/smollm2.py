@@ -70,59 +70,63 @@ def packaged() -> Path:
 
 def write_directory(file: Path, directory: Path) -> None:
     """The GGUF file, dequantised to float32, as a Hugging Face directory."""
+    folder = file.parent
     source: dict[str, Any] = {"gguf_file": file.name}
-    config = transformers.AutoConfig.from_pretrained(file.parent, **source)
+    config = transformers.AutoConfig.from_pretrained(folder, **source)
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # stored in float32
     quantised = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.float32, **source
+        folder, dtype=torch.float32, **source
     )
     # transformers does not save a model that was read from GGUF
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(directory)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
     # GGUF names SmolLM's pre-tokenizer, and transformers doesn't look at the name
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.save_pretrained(directory)
 
 
 def compared(directory: Path) -> dict[str, Any]:
-    tokenizer = jgpt.BPETokenizer(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = jgpt.BPETokenizer(backend)
+    text = read_text(("shakespeare",))[: 8 * PAGE]
+    tokens = tokenizer.encode(text)[:PAGE]
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    text = tokenizer.encode(read_text(("shakespeare",))[: 8 * PAGE])[:PAGE]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():  # before JAX has threads at work
-        its = theirs(torch.tensor(text[None].astype(np.int64))).logits.numpy().copy()
+        output = reference(torch.tensor(tokens[None].astype(np.int64)))
+        theirs = output.logits.numpy().copy()
+
     began = time.perf_counter()
     model = jgpt.load_hf(directory, block_size=1024)
     jax.block_until_ready(nnx.state(model))
     load_seconds = time.perf_counter() - began
-    mine, exact = (logits(model, text, dtype) for dtype in ("float32", "float64"))
-    targets = jnp.asarray(text[None, 1:])
-    losses = [float(jgpt.cross_entropy(jnp.asarray(x[:, :-1]), targets)) for x in (mine, its)]
+    ours = logits(model, tokens, "float32")
+    exact = logits(model, tokens, "float64")
     return {
         "load_seconds": load_seconds,
         "logits": {
-            "tokens": len(text),
-            "largest": float(np.abs(its).max()),
+            "tokens": len(tokens),
+            "largest": float(np.abs(theirs).max()),
             # the first token has large activations, and larger rounding errors in both
-            "largest_difference": by_token(mine, its),
+            "largest_difference": by_token(ours, theirs),
             "largest_difference_from_float64": {
-                "jgpt": by_token(mine, exact),
-                "transformers": by_token(its, exact),
+                "jgpt": by_token(ours, exact),
+                "transformers": by_token(theirs, exact),
             },
-            "same_likeliest_token": float((mine.argmax(-1) == its.argmax(-1)).mean()),
+            "same_likeliest_token": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
         },
-        "loss": dict(zip(("jgpt", "transformers"), losses, strict=True)),
+        "loss": {
+            "jgpt": loss_of(ours, tokens),
+            "transformers": loss_of(theirs, tokens),
+        },
         "written": {
-            name: continued(model, theirs, tokenizer, prompt)
-            for name, prompt in (("chat", PROMPT), ("story", STORY))
+            "chat": continued(model, reference, tokenizer, PROMPT),
+            "story": continued(model, reference, tokenizer, STORY),
         },
     }
 
@@ -132,29 +136,45 @@ def by_token(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
     return {"first token": float(largest[0]), "others": float(largest[1:].max())}
 
 
+def loss_of(logits: np.ndarray, tokens: np.ndarray) -> float:
+    targets = jnp.asarray(tokens[None, 1:])
+    return float(jgpt.cross_entropy(jnp.asarray(logits[:, :-1]), targets))
+
+
 def logits(model: Any, tokens: np.ndarray, dtype: Any) -> np.ndarray:
     """The logits of a text, with parameters and activations in `dtype`."""
     with jax.enable_x64(dtype == "float64"):
-        dtypes = {"dtype": dtype, "param_dtype": dtype, "activation_dtype": dtype}
-        config = replace(model.config, **dtypes)
-        graph = nnx.graphdef(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
+        config = replace(model.config, dtype=dtype, param_dtype=dtype, activation_dtype=dtype)
+        abstract = nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0)))
+        graph = nnx.graphdef(abstract)
         weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), nnx.state(model))
-        compute = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+
+        @jax.jit
+        def compute(weights: Any, tokens: Any) -> Any:
+            return nnx.merge(graph, weights)(tokens)
+
         return np.asarray(compute(weights, jnp.asarray(tokens[None])))
 
 
-def continued(model: Any, theirs: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
+def continued(model: Any, reference: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
     """A prompt that both models continue greedily."""
-    given = tokenizer.encode(prompt)
-    how = {"key": jax.random.key(0), "temperature": 0.0}
-    drawn = jgpt.generate(model, jnp.asarray(given[None]), NEW, **how)
-    same = torch.tensor(given[None].astype(np.int64))
-    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    how |= {"max_new_tokens": NEW, "min_new_tokens": NEW}
-    wanted = theirs.generate(same, attention_mask=torch.ones_like(same), **how)
-    ours, others = (each[0, len(given) :].tolist() for each in (drawn, wanted))
-    text = tokenizer.decode(ours)
-    return {"same_tokens": ours == others, "prompt": prompt, "text": text}
+    tokens = tokenizer.encode(prompt)
+    batch = torch.tensor(tokens[None].astype(np.int64))
+    drawn = jgpt.generate(
+        model, jnp.asarray(tokens[None]), NEW, key=jax.random.key(0), temperature=0.0
+    )
+    expected = reference.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+    )
+    ours = drawn[0, len(tokens) :].tolist()
+    theirs = expected[0, len(tokens) :].tolist()
+    return {"same_tokens": ours == theirs, "prompt": prompt, "text": tokenizer.decode(ours)}
 
 
 if __name__ == "__main__":

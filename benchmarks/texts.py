@@ -3,6 +3,7 @@
 Words are as frequent as those of a language: few make most of the text, and new ones keep coming.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,9 +39,13 @@ def words(generator: np.random.Generator) -> list[str]:
     syllables = iter(generator.choice(SYLLABLES, 10 * WORDS).tolist())
     lengths = iter(generator.integers(1, 4, 2 * WORDS).tolist())
     while len(found) < WORDS:
-        parts = [next(syllables) for _ in range(next(lengths))]
+        length = next(lengths)
+        parts = list(itertools.islice(syllables, length))
         if len(found) > 300:  # when most short ones are taken
-            parts += [next(syllables), "_" * (len(parts) % 2), next(syllables)]
+            parts.append(next(syllables))
+            if length % 2 == 1:
+                parts.append("_")
+            parts.append(next(syllables))
         found["".join(parts)] = None
     return list(found)
 
@@ -52,13 +57,16 @@ def code_like(size: int, seed: int = 0) -> Iterator[str]:
     # the n-th word is as frequent as n to the power of -1.2: Zipf's law
     up_to_word = np.cumsum(np.arange(1, WORDS + 1) ** -1.2)
     weights = np.array([0.1 if line in RARE else 1.0 for line in LINES])
-    lines_drawn = np.cumsum(weights)
+    up_to_line = np.cumsum(weights)
     written = 0
     while written < size:
-        lines = np.searchsorted(lines_drawn, generator.random(LINES_AT_ONCE) * lines_drawn[-1])
+        places = generator.random(LINES_AT_ONCE) * up_to_line[-1]
+        lines = np.searchsorted(up_to_line, places)
         slots = sum(SLOTS[line] for line in lines)
-        drawn = names[np.searchsorted(up_to_word, generator.random(slots) * up_to_word[-1])]
-        block = "".join(LINES[line] for line in lines) % tuple(drawn)
+        places = generator.random(slots) * up_to_word[-1]
+        drawn = names[np.searchsorted(up_to_word, places)]
+        template = "".join(LINES[line] for line in lines)
+        block = template % tuple(drawn)
         written += len(block)
         yield block
 

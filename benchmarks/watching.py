@@ -66,8 +66,7 @@ def page(steps: int, out: str, written: bool = False) -> Figures:
     if completed.returncode:
         sys.exit(f"{command} ended with {completed.returncode}")
     timed = []
-    for text in Path(out, "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    for line in metrics_of(out):
         if "seconds" in line and line["step"] > steps // 5:
             timed.append(line)
     first = timed[0]
@@ -76,11 +75,17 @@ def page(steps: int, out: str, written: bool = False) -> Figures:
     taken_steps = last["step"] - first["step"]
     figures: Figures = {"milliseconds_per_step": 1000 * seconds / taken_steps}
     if written:
-        text = Path(out, "page.html").read_text(encoding="utf-8")
-        (found,) = re.findall(r'id="data">(.*)</script>', text)
-        figures["evaluations_shown"] = len(json.loads(found)["training"]["snapshots"])
-        figures["page_bytes"] = Path(out, "page.html").stat().st_size
+        path = Path(out, "page.html")
+        (found,) = re.findall(r'id="data">(.*)</script>', path.read_text(encoding="utf-8"))
+        training = json.loads(found)["training"]
+        figures["evaluations_shown"] = len(training["snapshots"])
+        figures["page_bytes"] = path.stat().st_size
     return figures
+
+
+def metrics_of(out: str) -> list[dict[str, Any]]:
+    text = Path(out, "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
@@ -91,19 +96,19 @@ def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
     command = jgpt("train", preset, "--data", text, "--out", out, "--steps", steps)
     # one step per call, so that the first is reported at once
     command += ["--steps-per-call", "1", "--sample-tokens", "0", "--eval-interval", str(steps)]
-    metrics = Path(out, "metrics.jsonl")
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        wait_for_lines(metrics, process)
-        first = time.perf_counter()
+        wait_for_lines(Path(out, "metrics.jsonl"), process)
+        first_step = time.perf_counter()
+    ended = time.perf_counter()
     if process.returncode:
         sys.exit(f"{command} ended with {process.returncode}")
-    ended = time.perf_counter()
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    timed = [line for line in lines if line.get("tokens_per_second")]
+    timed = [line for line in metrics_of(out) if line.get("tokens_per_second")]
     tokens_per_step = timed[-1]["tokens"] / timed[-1]["step"]
-    in_steps = sum(tokens_per_step / line["tokens_per_second"] for line in timed)
+    seconds_in_steps = 0.0
+    for line in timed:
+        seconds_in_steps += tokens_per_step / line["tokens_per_second"]
     return {
-        "seconds_to_first_step": first - began,
-        "share_besides_steps": 1 - in_steps / (ended - first),
+        "seconds_to_first_step": first_step - began,
+        "share_besides_steps": 1 - seconds_in_steps / (ended - first_step),
     }
