@@ -106,8 +106,10 @@ def test_the_bound_notices_a_vector_that_decays(monkeypatch):
 
 def test_blocks_are_stacked_in_order_and_nothing_else_is():
     blocks = {}
-    for i in reversed(range(11)):  # more than ten: as texts, 10 would come before 2
-        blocks[i] = {"a": {"b": jnp.full((2, 3), i)}, "c": jnp.full((5,), -i)}
+    for number in reversed(range(11)):  # more than ten: as texts, 10 would come before 2
+        matrix = jnp.full((2, 3), number)
+        vector = jnp.full((5,), -number)
+        blocks[number] = {"a": {"b": matrix}, "c": vector}
     weights = {"blocks": blocks, "head": jnp.ones(7)}
     tree = (weights, [jnp.zeros(())])
 
@@ -117,27 +119,36 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     stacked_weights, _ = stacked
     stacked_blocks = stacked_weights["blocks"]["stacked"]
     assert stacked_blocks["a"]["b"].shape == (11, 2, 3)
-    assert stacked_blocks["c"][:, 0].tolist() == [-i for i in range(11)]
+    assert stacked_blocks["c"][:, 0].tolist() == [0, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10]
     assert stacked_weights["head"] is weights["head"]
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     unstacked_weights, _ = again
-    found = [int(block["a"]["b"][0, 0]) for block in unstacked_weights["blocks"].values()]
-    assert found == list(range(11))
+    for number, block in enumerate(unstacked_weights["blocks"].values()):
+        assert int(block["a"]["b"][0, 0]) == number
+
+
+def test_specs_are_stacked_with_a_whole_first_axis():
+    block = {"a": P("fsdp", None)}
+    specs = {"blocks": {0: block, 1: block}, "head": P("tensor")}
+
+    stacked = stack_specs(specs)
+
+    expected = {"stacked": {"a": P(None, "fsdp", None)}}
+    assert stacked == {"blocks": expected, "head": P("tensor")}
 
 
 @pytest.mark.slow
 def test_the_stack_s_own_axis_is_whole():
-    specs = {"blocks": {0: {"a": P("fsdp", None)}, 1: {"a": P("fsdp", None)}}, "head": P("tensor")}
-    stacked = {"blocks": {"stacked": {"a": P(None, "fsdp", None)}}, "head": P("tensor")}
-    assert stack_specs(specs) == stacked
-    config = with_layers(config_of("lecture", "adamw"), scan=True)
+    looped = config_of("lecture", "adamw")
+    config = with_layers(looped, scan=True)
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
         state = init_state(config)
-        saved = shardings(state_specs(with_layers(config, scan=False)))  # as checkpoints have it
-        restored = jax.device_put(unstack_state(state), saved)
+        as_in_a_checkpoint = shardings(state_specs(with_layers(config, scan=False)))
+        restored = jax.device_put(unstack_state(state), as_in_a_checkpoint)
         again = stack_state(config, restored)
 
-        assert jax.tree.map(lambda leaf: leaf.sharding.spec, state) == state_specs(config)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+        assert specs == state_specs(config)
         for leaf, again_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
             assert again_leaf.sharding == leaf.sharding
         assert furthest(again, state) == 0
@@ -145,7 +156,8 @@ def test_the_stack_s_own_axis_is_whole():
     moments = state.optimizer[1][0].mu
     for weights in (state.weights, moments):
         kernel = weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
-        assert {shard.data.shape for shard in kernel.addressable_shards} == {(LAYERS, 24, 14)}
+        for shard in kernel.addressable_shards:
+            assert shard.data.shape == (LAYERS, 24, 14)
 
 
 @pytest.mark.parametrize(

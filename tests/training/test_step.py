@@ -158,17 +158,21 @@ def test_a_new_seed_compiles_nothing_anew():
 
 def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     other = dataclasses.replace(CONFIG, seed=3)
-    drawn_as_dropout = create_model(CONFIG.model, rngs=nnx.Rngs(dropout_stream(CONFIG.seed)))
+    key = dropout_stream(CONFIG.seed)
+    other_key = dropout_stream(other.seed)
+    drawn_as_dropout = create_model(CONFIG.model, rngs=nnx.Rngs(key))
     weights_as_dropout = nnx.to_pure_dict(nnx.state(drawn_as_dropout, nnx.Param))
+    windows = batches(TOKENS, CONFIG.seed, 0, 7, 5, 6)
+
+    _, metrics = train_steps(initial(), windows, key, 2, 0)
+    _, other_metrics = train_steps(initial(), windows, other_key, 2, 0)
 
     assert bits(init_state(CONFIG)) == bits(initial())
+    weights = bits(initial().weights)
+    assert bits(init_state(other).weights) != weights
     # parameters and dropout have keys of their own, though both come from the seed
-    assert bits(init_state(other).weights) != bits(initial().weights) != bits(weights_as_dropout)
-
+    assert bits(weights_as_dropout) != weights
     # the same parameters and batches, another dropout
-    windows = batches(TOKENS, CONFIG.seed, 0, 7, 5, 6)
-    _, metrics = train_steps(initial(), windows, dropout_stream(CONFIG.seed), 2, 0)
-    _, other_metrics = train_steps(initial(), windows, dropout_stream(other.seed), 2, 0)
     assert metrics.loss[0] != other_metrics.loss[0]
 
 
@@ -189,20 +193,23 @@ def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
     model = create_model(model_config, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     windows, counts = evaluation_windows(TOKENS, 6, 4)
+    evaluate = make_eval_step(model_config)
 
-    total = make_eval_step(model_config)(weights, jnp.asarray(windows), jnp.asarray(counts))
+    total = evaluate(weights, jnp.asarray(windows), jnp.asarray(counts))
 
     # each of the 210 targets once, in float64: they divide into 35 windows of 6
+    assert counts.sum() == 210
     run_model = nnx.jit(lambda model, tokens: model(tokens))
     expected = 0.0
     for start in range(0, 210, 6):
         inputs = TOKENS[start : start + 6]
         targets = TOKENS[start + 1 : start + 7]
-        logits = np.asarray(run_model(model, jnp.asarray(inputs[None])), np.float64)[0]
+        logits = run_model(model, jnp.asarray(inputs[None]))
+        logits = np.asarray(logits[0], np.float64)
         log_sum = np.log(np.exp(logits).sum(-1))
-        expected += (log_sum - logits[np.arange(6), targets]).sum()
+        losses = log_sum - logits[np.arange(6), targets]
+        expected += losses.sum()
     assert float(total) == pytest.approx(expected, rel=1e-5)
-    assert counts.sum() == 210
 
 
 def test_a_batch_of_which_nothing_counts_is_not_computed(monkeypatch):
@@ -243,21 +250,21 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
     good, _ = run(train_steps, initial(), [2])
     poisoned = jax.tree.map(jnp.array, good)
     poisoned.weights["final_norm"]["scale"] = jnp.full(8, scale)
-    before = jax.tree.map(np.asarray, poisoned)
+    leaves_before = [np.asarray(leaf) for leaf in jax.tree.leaves(poisoned)]
     windows = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6)
     key = dropout_stream(CONFIG.seed)
 
-    after, measured = train_steps(poisoned, windows, key, 3, 2)
+    after, metrics = train_steps(poisoned, windows, key, 3, 2)
 
     assert int(after.step) == 2
-    assert math.isfinite(measured.loss[0]) == loss_is_finite
-    assert not math.isfinite(measured.gradient_norm[0])
-    assert np.array_equal(measured.loss[1:], np.zeros(6))
+    assert math.isfinite(metrics.loss[0]) == loss_is_finite
+    assert not math.isfinite(metrics.gradient_norm[0])
+    np.testing.assert_array_equal(metrics.loss[1:], np.zeros(6))
 
     later, _ = train_steps(after, windows, key, 3, 5)  # the call in flight meanwhile
 
-    for left, right in zip(jax.tree.leaves(before), jax.tree.leaves(later), strict=True):
-        assert np.array_equal(left, right, equal_nan=True)
+    for leaf, leaf_before in zip(jax.tree.leaves(later), leaves_before, strict=True):
+        np.testing.assert_array_equal(leaf, leaf_before)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])
