@@ -72,17 +72,22 @@ def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, A
     text = "ips/be"[: look.model.block_size]
     tokens = TOKENIZER.encode(text).tolist()
     time = len(tokens)
-    pairs = [(changed(page, prompt=text), look(tokens, time))]
+    unchanged = changed(page, prompt=text)
+    pairs = [(unchanged, look(tokens, time))]
     if not look.anatomy.blocks:
         return pairs
-    heads = Changes(heads={(0, 1): 0.0}, blocks={1: 0.5})
-    page_heads = {"heads": {"0.1": 0}, "blocks": {"1": 0.5}}
-    pairs.append((changed(page, **page_heads), look(tokens, time, heads)))
-    patch = {"block": 1, "position": 2, "prompt": "tests!"}
-    patched = Changes(patch=(1, 2, "tests!"))
-    found = changed(page, heads={}, blocks={}, patch=patch)
-    pairs.append((found, look(tokens, time, patched)))
-    pairs.append((changed(page, patch=None), look(tokens, time)))
+
+    scaled = changed(page, heads={"0.1": 0}, blocks={"1": 0.5})
+    scales = Changes(heads={(0, 1): 0.0}, blocks={1: 0.5})
+    pairs.append((scaled, look(tokens, time, scales)))
+
+    page_patch = {"block": 1, "position": 2, "prompt": "tests!"}
+    patched = changed(page, heads={}, blocks={}, patch=page_patch)
+    patch = Changes(patch=(1, 2, "tests!"))
+    pairs.append((patched, look(tokens, time, patch)))
+
+    unpatched = changed(page, patch=None)
+    pairs.append((unpatched, look(tokens, time)))
     return pairs
 
 
@@ -245,25 +250,30 @@ def test_the_backward_pass_is_shown_in_place_of_the_numbers(tmp_path):
     look = look_of("one's own")
     text = "ips/be"
     tokens = TOKENIZER.encode(text)
+    predictions = len(tokens) - 1
+
     with opened(tmp_path / "page.html", page_of(look)) as page:
-        before = changed(page, prompt=text)
+        numbers = changed(page, prompt=text)
         page.run("$('gradient').click()")
         page.run("asking")
-        found = json.loads(page.run(RECORD))
+        record = json.loads(page.run(RECORD))
 
     def loss_of(logits: Any) -> Any:
         log_probabilities = jax.nn.log_softmax(logits[0, :-1])
-        return -log_probabilities[jnp.arange(len(tokens) - 1), tokens[1:]].mean()
+        chosen = log_probabilities[jnp.arange(predictions), tokens[1:]]
+        return -chosen.mean()
 
     logits = look.model(jnp.asarray(tokens)[None])
     expected = np.asarray(jax.grad(loss_of)(logits))[0]
-    assert found["arrays"][-1]["name"] == "logits"
-    values = found["arrays"][-1]["values"]
-    gradient = np.reshape(values["steps"], values["shape"])[:, 0]  # time batch vocab
-    np.testing.assert_allclose(gradient, expected, atol=1e-6)
-    assert found["loss"] == pytest.approx(float(loss_of(logits)), rel=1e-5)
-    shown = before["arrays"][-1]["values"]["steps"]
-    assert not np.allclose(values["steps"], shown)
+    last_array = record["arrays"][-1]
+    values = last_array["values"]
+    gradient = np.reshape(values["steps"], values["shape"])  # time batch vocab
+    assert last_array["name"] == "logits"
+    np.testing.assert_allclose(gradient[:, 0], expected, atol=1e-6)
+    assert record["loss"] == pytest.approx(float(loss_of(logits)), rel=1e-5)
+    # the control
+    shown_before = numbers["arrays"][-1]["values"]["steps"]
+    assert not np.allclose(values["steps"], shown_before)
 
 
 def test_a_link_holds_what_was_changed(default_page, tmp_path):

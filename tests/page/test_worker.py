@@ -34,32 +34,41 @@ new Promise((done) => {
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_worker_computes_records_and_writes_on(tmp_path):
     look = look_of("one's own")
-    weights = pack_weights(look.named_weights()).as_data()
     tokens = list(TOKENS[:4])
+    model = {
+        "description": pack_json(page_model(look)),
+        "weights": pack_weights(look.named_weights()).as_data(),
+    }
     questions = [
-        {"load": {"description": pack_json(page_model(look)), "weights": weights}},
+        {"load": model},
         {"compute": {"tokens": tokens, "prompt": 2}},
         {"compute": {"tokens": []}},
         {"write": {"tokens": tokens, "count": 3, "temperature": 0.9, "seed": 7}},
     ]
-    names = ("interpreter.js", "model.js", "weights.js", "worker.js")
-    source = "\n".join(INTERPRETER.with_name(name).read_text() for name in names)
-    script = ASK.replace("SOURCE", json.dumps(source)).replace("QUESTIONS", json.dumps(questions))
+    sources = []
+    for name in ("interpreter.js", "model.js", "weights.js", "worker.js"):
+        sources.append(INTERPRETER.with_name(name).read_text())
+    script = ASK.replace("SOURCE", json.dumps("\n".join(sources)))
+    script = script.replace("QUESTIONS", json.dumps(questions))
     path = tmp_path / "empty.html"
     path.write_text("<!doctype html><title>worker</title>")
 
     with browser() as page:
         page.open(path)
-        answers = page.run(script)
+        loaded, computed, failed, *written = page.run(script)
 
-    assert answers[0] == {"id": 0, "done": True}
-    assert_same_record(answers[1]["done"], look(tokens, 2))
-    assert answers[2] == {"id": 2, "error": "the prompt is empty: give at least one character"}
+    assert loaded == {"id": 0, "done": True}
+    assert_same_record(computed["done"], look(tokens, 2))
+    assert failed == {"id": 2, "error": "the prompt is empty: give at least one character"}
     batch = jnp.asarray(tokens)[None]
-    found = generate(look.model, batch, 3, key=jax.random.key(7), temperature=0.9)
-    expected = np.asarray(found)[0, 4:].tolist()
-    assert answers[3:6] == [{"id": 3, "token": token} for token in expected]
-    assert answers[6:] == [{"id": 3, "done": expected}]
+    continued = generate(look.model, batch, 3, key=jax.random.key(7), temperature=0.9)
+    first, second, third = np.asarray(continued)[0, 4:].tolist()
+    assert written == [
+        {"id": 3, "token": first},
+        {"id": 3, "token": second},
+        {"id": 3, "token": third},
+        {"id": 3, "done": [first, second, third]},
+    ]
 
 
 STOP = """

@@ -48,17 +48,30 @@ def numbers_of(look: Look, changes: Changes = CHANGES["nothing"]) -> dict[str, A
 
 def check_code(look: Look, changes: Changes) -> None:
     """The numbers are what the code computes; changes change something."""
+    tokens = tokens_of(PROMPT)
+    names = {
+        "model": look.model,
+        "tokenizer": TOKENIZER,
+        "jgpt": jgpt,
+        "jnp": jnp,
+        "tokens": tokens,
+    }
+
     found = numbers_of(look, changes)
-    names = {"model": look.model, "tokenizer": TOKENIZER, "jgpt": jgpt, "jnp": jnp}
-    names["tokens"] = tokens_of(PROMPT)
     exec(changes.as_code(look.anatomy, PROMPT), names)
-    logs = np.asarray(jax.nn.log_softmax(names["logits"][0]))
-    expected = np.take_along_axis(logs, np.array(found["candidates"][-1]), -1)
+
+    logits = names["logits"]
+    log_probabilities = np.asarray(jax.nn.log_softmax(logits[0]))
+    candidates = np.array(found["candidates"][-1])
+    expected = np.take_along_axis(log_probabilities, candidates, -1)
     # In relation to the largest: float32 has seven digits, and these are some -17.
     tolerance = 2e-6 * abs(expected).max()
     np.testing.assert_allclose(found["log_probabilities"][-1], expected, rtol=0, atol=tolerance)
-    changed = abs(names["logits"] - look.model(tokens_of(PROMPT))).max()
-    assert changed > 0.01 if found["before"] else changed == 0
+    difference = abs(logits - look.model(tokens)).max()
+    if found["before"]:
+        assert difference > 0.01
+    else:
+        assert difference == 0
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -79,19 +92,25 @@ def test_the_numbers_of_a_change_are_what_its_code_computes(look, name):
 @pytest.mark.slow
 def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_path):
     path = tmp_path / "own.py"
-    path.write_bytes(Path(commands.__file__).with_name("new_gpt.py.txt").read_bytes())
+    template = Path(commands.__file__).with_name("new_gpt.py.txt")
+    path.write_bytes(template.read_bytes())
     make = load_code(f"{path}:GPT")
-    sizes = {"vocab_size": 17, "block_size": 16, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
-    model = loud(make(sys.modules[make.__module__].Config(**sizes), rngs=nnx.Rngs(0)))
+    config_class = sys.modules[make.__module__].Config
+    config = config_class(vocab_size=17, block_size=16, embed_dim=12, num_heads=3, num_layers=2)
+    model = loud(make(config, rngs=nnx.Rngs(0)))
     look = Look(model, TOKENIZER, "run")
-    assert look.anatomy.branches[1] == ("blocks.1.attention", "blocks.1.mlp")
+
+    found = numbers_of(look)
+
     check_code(look, CHANGES["all"])
-    plain = numbers_of(look)
-    weights = jgpt.capture(model, "blocks.1.attention.weights")(tokens_of(PROMPT))
-    below = weights["blocks.1.attention.weights"][0][:, *np.tril_indices(7)]
-    np.testing.assert_allclose(unpacked(plain["attention"])[1], below, rtol=0, atol=1e-4)
-    assert plain["products"] is None
-    assert "mlp" in [row["name"] for row in plain["arrays"]]
+    assert look.anatomy.branches[1] == ("blocks.1.attention", "blocks.1.mlp")
+    captured = jgpt.capture(model, "blocks.1.attention.weights")(tokens_of(PROMPT))
+    (weights,) = captured["blocks.1.attention.weights"]
+    below_diagonal = weights[:, *np.tril_indices(7)]
+    attention = unpacked(found["attention"])[1]
+    np.testing.assert_allclose(attention, below_diagonal, rtol=0, atol=1e-4)
+    assert found["products"] is None
+    assert "mlp" in [row["name"] for row in found["arrays"]]
 
 
 def test_a_model_without_a_typed_call_has_its_next_token():

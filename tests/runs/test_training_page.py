@@ -99,28 +99,36 @@ def expected_of(look: Look) -> Any:
 
 
 def test_a_page_has_the_losses_and_each_checkpoint_s_sample_and_attention(run, writer, looks):
-    assert writer.update()
-    data = data_of(run)
+    tokens = TOKENIZER.encode(PROMPT).tolist()
 
-    training = data["training"]
+    is_new = writer.update()
+    data = data_of(run)
+    is_new_again = writer.update()
+
+    assert is_new
+    assert not is_new_again
     assert data["text"] == PROMPT
+    training = data["training"]
     assert training["loss"] == [[step, pytest.approx(3 - step / 10)] for step in range(1, 8)]
     assert training["validation_loss"] == [[7, 1.5]]
     assert training["validation_estimate"] == [[0, 2.75]]
-    assert (training["step"], training["each"]) == (7, 1)
+    assert training["step"] == 7
+    assert training["each"] == 1
     assert training["seconds"] > 0
-    assert [each["checkpoint"] for each in training["snapshots"]] == [0, 7]
-    for snapshot in training["snapshots"]:
+    first, second = training["snapshots"]
+    assert first["checkpoint"] == 0
+    assert second["checkpoint"] == 7
+    for snapshot in (first, second):
         look = looks[snapshot["checkpoint"]]
-        tokens = TOKENIZER.encode(PROMPT).tolist()
+        sample = jgpt.generate_text(look.model, TOKENIZER, "", 100)
+        attention = unpacked(look(tokens, 7)["attention"])
         assert snapshot["tokens"] == tokens
-        assert snapshot["sample"] == jgpt.generate_text(look.model, TOKENIZER, "", 100)
-        expected = unpacked(look(tokens, 7)["attention"])
-        np.testing.assert_allclose(unpacked(snapshot["attention"]), expected, rtol=0, atol=0.003)
+        assert snapshot["sample"] == sample
+        found = unpacked(snapshot["attention"])
+        np.testing.assert_allclose(found, attention, rtol=0, atol=0.003)
         assert snapshot["attention"]["bytes"] == 1
     # The model in the page is the newest one.
     np.testing.assert_allclose(data["expected"], expected_of(looks[7]), rtol=0, atol=1e-5)
-    assert not writer.update()  # nothing is new
 
 
 def test_the_last_page_has_no_timer_and_the_newest_losses(run, writer):
