@@ -23,22 +23,36 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_each_line_is_a_message(run):
-    tokenizer = jgpt.load(run)[1]
+    _, tokenizer, _ = jgpt.load(run)
     turn = f"{START}user\nit{END}\n{START}assistant\n!!!!!{END}\n"
-    room = 64 - 5 - len(tokenizer.encode(turn)) + 5 + 2  # the last answer is not there yet
-    fit = room // len(tokenizer.encode(turn))
-    assert 0 < fit < 4
-    done = command("chat", run, *GREEDY, 5, stdin=b"it\n" * 4 + b"z" * 70 + b"\nit\n")
-    assert (done.code, done.stderr) == (0, "")
-    lines = []
-    for earlier in range(4):
-        lines += ["[the context is full: it loses 2 messages]"] * (earlier > fit) + ["!!!!!"]
-    *first, refusal, lost, last = done.stdout.splitlines()
-    assert first == lines
+    tokens_of_a_turn = len(tokenizer.encode(turn))
+    room = 64 - 5 - tokens_of_a_turn + 5 + 2  # the last answer is not there yet
+    turns_that_fit = room // tokens_of_a_turn
+    assert 0 < turns_that_fit < 4
+    messages = b"it\n" * 4 + b"z" * 70 + b"\nit\n"
+    loss = "[the context is full: it loses 2 messages]"
+
+    done = command("chat", run, *GREEDY, 5, stdin=messages)
+
+    assert done.code == 0
+    assert done.stderr == ""
+    expected = []
+    for earlier_turns in range(4):
+        if earlier_turns > turns_that_fit:
+            expected.append(loss)
+        expected.append("!!!!!")
+    *answers, refusal, loss_of_last, last = done.stdout.splitlines()
+    assert answers == expected
     assert refusal.startswith("the message is too long: ")
     assert "--block-size" not in refusal
-    assert (lost, last) == (lines[-2], "!!!!!")
+    assert loss_of_last == expected[-2]
+    assert last == "!!!!!"
+
+
+@pytest.mark.slow
+def test_a_system_message_that_is_too_long_is_said(run):
     done = command("chat", run, *GREEDY, 5, "--system", "z" * 70, stdin=b"it\n")
+
     assert done.stdout.startswith("the message is too long: ")
 
 

@@ -137,13 +137,16 @@ def test_a_plan_for_other_hardware(command, capsys, monkeypatch):
 def test_a_plan_as_json(capsys, monkeypatch, poem):
     memory = TrainingMemory(state=3 * MIB, working=MIB // 2)
     monkeypatch.setattr("jgpt.training.plan.training_memory", lambda config: memory)
+
     main(["plan", "tiny", "--data", str(poem), "--block-size", "4", "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert said["memory"]["state"] == 3 * MIB
-    assert said["config"]["model"]["block_size"] == 4
-    assert said["training_tokens"] == int(len(poem.read_text()) * 0.9)
-    beside = said["process_memory"] - 3 * MIB - MIB // 2
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux says KiB
+
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"]["state"] == 3 * MIB
+    assert plan["config"]["model"]["block_size"] == 4
+    assert plan["training_tokens"] == int(len(poem.read_text()) * 0.9)
+    beside = plan["process_memory"] - memory.state - memory.working
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    resident = usage.ru_maxrss * 1024  # Linux says KiB
     assert beside == pytest.approx(resident, rel=0.1)
 
 

@@ -35,10 +35,15 @@ def flags(help: str) -> list[str]:
 
 
 def fields(config) -> list[str]:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts = [fields(value) for value in values.values() if dataclasses.is_dataclass(value)]
-    own = [name for name, value in values.items() if not dataclasses.is_dataclass(value)]
-    return sum(parts, own)
+    """The names of its fields and of those of its parts."""
+    names = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            names += fields(value)
+        else:
+            names.append(field.name)
+    return names
 
 
 def test_repeating_a_list_appends():
@@ -218,15 +223,23 @@ def test_the_help_says_what_a_value_is(command):
 
 
 def test_presets_are_wrapped_at_words_of_a_terminal():
-    shown = "".join(f"{line}\n" for line in describe_presets(80))
-    assert on_terminal(80, "presets") == (0, shown.replace("\n", "\r\n"))
-    whole = worked("presets").splitlines()
-    assert [line.split()[0] for line in whole] == [*PRESETS]
-    assert max(map(len, whole)) > 80
-    for line, wrapped in zip(whole, describe_presets(80), strict=True):
-        assert max(map(len, wrapped.splitlines())) <= 80
-        assert wrapped.split() == line.split()
-        assert all(rest.startswith(" " * 17) for rest in wrapped.splitlines()[1:])
+    descriptions = list(describe_presets(80))
+    expected = "".join(f"{line}\n" for line in descriptions)
+
+    code, shown = on_terminal(80, "presets")
+    lines = worked("presets").splitlines()
+
+    assert code == 0
+    assert shown == expected.replace("\n", "\r\n")
+    assert [line.split()[0] for line in lines] == list(PRESETS)
+    assert max(map(len, lines)) > 80
+    for line, description in zip(lines, descriptions, strict=True):
+        assert description.split() == line.split()
+        first, *others = description.splitlines()
+        assert len(first) <= 80
+        for other in others:
+            assert len(other) <= 80
+            assert other.startswith(" " * 17)
 
 
 def test_the_version_is_the_package_s():
