@@ -87,8 +87,7 @@ def done_files(out):
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     out = tmp_path / "out"
-    config = DataConfig((str(text),), True, "bpe", 300)
-    said = []
+    config = DataConfig((str(text),), tokenizer="bpe", bpe_vocab_size=300)
     process = start(text, "bpe", out)
     try:
         wait_for(lambda: done_files(out), process)
@@ -98,17 +97,24 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    (partial,) = (path.parent for path in done_files(out))
+    (done_file,) = done_files(out)
+    partial = done_file.parent
     with (partial / "tokens.bin").open("ab") as file:  # written, but not known to be
         file.write(b"abc")
     (partial / "done.json.0123abcd.partial").write_text("[1")  # killed while it replaced the file
-    monkeypatch.setattr(dataset_module.tokenizers.BPETokenizer, "train", None)  # it was trained
+    said = []
     fractions = []
-    count = prepare(config, out, warn=said.append, progress=fractions.append)
+
+    with monkeypatch.context() as patched:
+        # it was trained
+        patched.setattr(dataset_module.tokenizers.BPETokenizer, "train", None)
+        count = prepare(config, out, warn=said.append, progress=fractions.append)
+
     assert 9 < sum(encoded) < len(text.read_text()) - 100_000
-    assert len(said) == 1
-    assert said[0].startswith("continuing after the ")
-    monkeypatch.undo()
+    (message,) = said
+    assert message.startswith("continuing after the ")
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
     direct = load_dataset(config, 8)
     mapped = load_dataset(DataConfig((str(out),)), 8)
     assert mapped.text.tokens_digest == direct.text.tokens_digest
@@ -117,8 +123,6 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
     names = ["dataset.json", "tokenizer.json", "tokens.bin"]
     assert sorted(path.name for path in out.iterdir()) == names
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1
 
 
 def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path, monkeypatch):
@@ -195,29 +199,37 @@ def test_whenever_it_crashes_preparing_goes_on_with_the_tokens_that_are_on_disk(
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk", tmp_path / "views", zeros=zeros)
     with monkeypatch.context() as patch:
-        for module in (dataset_module, durable):
-            patch.setattr(module, "os", disk)
+        patch.setattr(dataset_module, "os", disk)
+        patch.setattr(durable, "os", disk)
         patch.setattr(durable, "shutil", disk)
         prepare(words, disk.root / "out")
     assert len(disk.views) > 20
-    continued = []
+
+    continued = set()
     for view in disk.views:
-        if (view / "out").exists():
-            assert tokens_in(view / "out") == WORDS.encode()
+        out = view / "out"
+        if out.exists():
+            assert tokens_in(out) == WORDS.encode()
             continue
+        counts_on_disk = []
         # the file of tokens has a name that is on disk from the first save on
-        files = view.glob("out.*.partial/tokens.bin")
-        records = [path.with_name("done.json") for path in files]
-        done = [json.loads(path.read_text()) for path in records if path.exists()]
+        for tokens in view.glob("out.*.partial/tokens.bin"):
+            record = tokens.with_name("done.json")
+            if record.exists():
+                _, count = json.loads(record.read_text())
+                counts_on_disk.append(count)
         said: list[str] = []
-        assert prepare(words, view / "out", warn=said.append) == 37
-        assert tokens_in(view / "out") == WORDS.encode()
+
+        total = prepare(words, out, warn=said.append)
+
+        assert total == 37
+        assert tokens_in(out) == WORDS.encode()
         assert [path.name for path in view.iterdir()] == ["out"]
         # what was done is not done again
         counts = [int(re.findall(r"\d+", line)[0]) for line in said]
-        assert counts == [count for _, count in done]
-        continued += counts
-    assert {*continued} >= {8, 17, 26}
+        assert counts == counts_on_disk
+        continued.update(counts)
+    assert continued >= {8, 17, 26}
 
 
 def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(

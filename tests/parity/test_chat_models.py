@@ -131,12 +131,17 @@ SEEDS = {"llama": 0, "qwen3": 18}
 """Of answers that end after a few tokens, and have one without a text from the padding."""
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_chat_model_stops_where_it_did(kind, tmp_path):
     theirs = tmp_path / "theirs"
     run = tmp_path / "run"
     out = tmp_path / "out"
+    plain = tmp_path / "plain"
     write_chat_model(kind, theirs, SEEDS[kind])
     tokens, text = answer(theirs)
     assert tokens[-1] in (0, 2)
@@ -147,19 +152,19 @@ def test_a_chat_model_stops_where_it_did(kind, tmp_path):
     worked("train", "--resume", "--out", run, "--steps", 1, "--sample-tokens", 0)
     worked("export", run, "--out", out, "--checkpoint", 1)
 
-    before, after = (jgpt.load_hf(folder) for folder in (theirs, out))
-    moved = np.abs(before.token_embedding.embedding[...] - after.token_embedding.embedding[...])
-    assert 0 < float(moved.max()) < 1e-4  # trained, by a step of the small learning rate
+    before = jgpt.load_hf(theirs).token_embedding.embedding[...]
+    after = jgpt.load_hf(out).token_embedding.embedding[...]
+    moved = float(np.abs(before - after).max())
+    assert 0 < moved < 1e-4  # trained, by a step of the small learning rate
     assert answer(out) == (tokens, text)
     assert_same_tokenizer(theirs, out)
     for name in ("generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (theirs / name).read_bytes(), name
-    source = json.loads((theirs / "config.json").read_text())
-    del source["transformers_version"]
-    assert json.loads((out / "config.json").read_text()) == source
+    config = read_json(theirs / "config.json")
+    del config["transformers_version"]
+    assert read_json(out / "config.json") == config
 
     # without the files that the run keeps, another token ends an answer
-    plain = tmp_path / "plain"
     model, tokenizer, _ = load(run, which=1)
     jgpt.save_hf(model, plain, tokenizer=tokenizer)
-    assert json.loads((plain / "config.json").read_text())["eos_token_id"] == 0
+    assert read_json(plain / "config.json")["eos_token_id"] == 0

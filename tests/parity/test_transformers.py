@@ -145,21 +145,24 @@ def compared(reference: Any, model: Any) -> dict[str, tuple[Any, Any]]:
     """Logits, loss and gradients, ours and theirs, by the names of theirs."""
     tokens = tokens_for(reference)
     labels = torch.tensor(tokens)
-    answer = reference(labels, labels=labels)
-    answer.loss.backward()
+    targets = jnp.asarray(tokens[:, 1:])
     graph = nnx.graphdef(model)
-    weights = weights_of(model)
 
     def loss_of(weights):
         logits = nnx.merge(graph, weights)(jnp.asarray(tokens))
-        return jgpt.cross_entropy(logits[:, :-1], jnp.asarray(tokens[:, 1:])), logits
+        return jgpt.cross_entropy(logits[:, :-1], targets), logits
 
-    (loss, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(weights)
-    found = write_tensors(nnx.merge(graph, gradients), HF_FORMATS[reference.config.model_type])
+    differentiate = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    (loss, logits), gradients = differentiate(weights_of(model))
+    theirs = reference(labels, labels=labels)
+    theirs.loss.backward()
+
+    hf_format = HF_FORMATS[reference.config.model_type]
+    found = write_tensors(nnx.merge(graph, gradients), hf_format)
     wanted = {path: leaf.grad.numpy() for path, leaf in reference.named_parameters()}
     return {
-        "logits": ({"": np.asarray(logits)}, {"": answer.logits.detach().numpy()}),
-        "loss": ({"": np.asarray(loss)}, {"": answer.loss.detach().numpy()}),
+        "logits": ({"": np.asarray(logits)}, {"": theirs.logits.detach().numpy()}),
+        "loss": ({"": np.asarray(loss)}, {"": theirs.loss.detach().numpy()}),
         "gradients": (found, wanted),
     }
 
