@@ -51,10 +51,10 @@ def imports(source: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: no relative imports"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return {name for name in found if name.split(".")[0] == "jgpt"}
 
 
@@ -63,7 +63,18 @@ def folder_of(module: str) -> str:
 
 
 def layer_of(module: str) -> int:
-    return next(i for i, folders in enumerate(LAYERS) if folder_of(module) in folders)
+    for number, folders in enumerate(LAYERS):
+        if folder_of(module) in folders:
+            return number
+    raise ValueError(f"{module} is in no layer")
+
+
+def may_import(module: str, other: str) -> bool:
+    """Whether one is above the other, or both are in one folder or in the first layer."""
+    folders = {folder_of(module), folder_of(other)}
+    if len(folders) == 1 or folders <= set(MAY_IMPORT_EACH_OTHER):
+        return True
+    return layer_of(other) < layer_of(module)
 
 
 def violations(sources: dict[str, str]) -> list[str]:
@@ -71,19 +82,15 @@ def violations(sources: dict[str, str]) -> list[str]:
     wrong = []
     graph = {}
     for module, source in sources.items():
-        needed = imports(source)
-        # `from jgpt.nn import heads` is of a module, `from jgpt.nn.heads import Head` of a name
-        needed = {name if name in sources else name.rpartition(".")[0] for name in needed}
+        needed = set()
+        for name in imports(source):
+            # `from jgpt.nn import heads` is of a module, `from jgpt.nn.heads import Head` of a name
+            needed.add(name if name in sources else name.rpartition(".")[0])
         graph[module] = needed & set(sources)
         for other in needed:
             if other in ("jgpt", ""):
                 wrong.append(f"{module} imports from the package's root")
-                continue
-            siblings = folder_of(module) == folder_of(other) or {
-                folder_of(module),
-                folder_of(other),
-            } <= set(MAY_IMPORT_EACH_OTHER)
-            if not (layer_of(other) < layer_of(module) or siblings):
+            elif not may_import(module, other):
                 wrong.append(f"{module} imports {other}, which is not in a layer below it")
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -93,12 +100,15 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def package() -> dict[str, str]:
-    files = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
-    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in files}
-    return {
-        ".".join(("jgpt", *(part for part in parts if part != "__init__"))): path.read_text()
-        for path, parts in names.items()
-    }
+    """The source of each module."""
+    sources = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "__init__.py":
+            continue
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        module = ".".join(parts).removesuffix(".__init__")
+        sources[module] = path.read_text()
+    return sources
 
 
 def test_the_layers_hold():
@@ -144,10 +154,15 @@ def test_the_shape_contract_is_in_this_order():
 
 
 def identifiers(source: str) -> set[str]:
-    nodes = list(ast.walk(ast.parse(source)))
-    found = {node.id for node in nodes if isinstance(node, ast.Name)}
-    found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return found | {alias.name for alias in nodes if isinstance(alias, ast.alias)}
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name)
+    return found
 
 
 MACHINERY = re.compile(
@@ -200,11 +215,16 @@ def test_the_version_is_the_packages():
 
 def test_the_design_names_the_same_layers():
     text = (PACKAGE.parent / "docs" / "design.md").read_text()
-    section = text[text.index("## Layers") :].partition("```text\n")[2].partition("```")[0]
-    lines = [line.split("  ")[0] for line in section.splitlines()]
-    folders = [[name.strip(" /") for name in line.split(",")] for line in lines if line]
+    section = text[text.index("## Layers") :]
+    drawing = section.partition("```text\n")[2].partition("```")[0]
 
-    assert folders == [list(layer) for layer in LAYERS]
+    layers = []
+    for line in drawing.splitlines():
+        folders = line.split("  ")[0]
+        if folders:
+            layers.append(tuple(name.strip(" /") for name in folders.split(",")))
+
+    assert tuple(layers) == LAYERS
 
 
 def test_no_child_process_has_the_working_directory_in_its_path():

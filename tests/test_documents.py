@@ -499,21 +499,6 @@ def test_the_readme_lists_the_lessons():
     assert listed == expected
 
 
-def test_the_readme_is_short_and_shows_what_its_pictures_were_made_with():
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 130
-    before_commands = readme.partition("\n- `make train`")[0].splitlines()
-    assert len(before_commands) <= 25
-    files = ("attention.py", "heads.py", "layers.py", "transformer.py")
-    lines = [len((ROOT / "jgpt" / "nn" / file).read_text().splitlines()) for file in files]
-    assert f"in [four files](docs/design.md) with {round(sum(lines), -2):,} lines." in readme
-    script = (ROOT / "docs" / "pictures.py").read_text()
-    (shell,) = [block for block in blocks(readme) if block.language == "sh"]
-    for line, _ in commands(shell)[1:]:
-        assert f"{line}\n" in shell.code
-        assert f'"{line}"' in script or f"'{line}'" in script
-
-
 def test_the_readme_s_first_picture_shows_its_error_light_and_dark():
     readme = (ROOT / "README.md").read_text()
     pictures = re.findall(r'src(?:set)?="(docs/pictures/[^"]*)"', readme)
@@ -608,3 +593,33 @@ def test_a_public_name_that_went_says_its_successor():
         jgpt.load_gpt2  # type: ignore[attr-defined]  # noqa: B018
     for successor in vars(jgpt)["_SUCCESSORS"].values():
         assert pkgutil.resolve_name(successor) is not None
+
+
+def test_the_readme_is_short():
+    readme = (ROOT / "README.md").read_text()
+
+    before_commands, _, _ = readme.partition("\n- `make train`")
+
+    assert len(readme.splitlines()) <= 130
+    assert len(before_commands.splitlines()) <= 25
+
+
+def test_the_readme_says_how_long_the_model_is():
+    readme = (ROOT / "README.md").read_text()
+    lines = 0
+    for file in ("attention.py", "heads.py", "layers.py", "transformer.py"):
+        source = (ROOT / "jgpt" / "nn" / file).read_text()
+        lines += len(source.splitlines())
+
+    assert f"in [four files](docs/design.md) with {round(lines, -2):,} lines." in readme
+
+
+def test_the_readme_shows_what_its_pictures_were_made_with():
+    readme = (ROOT / "README.md").read_text()
+    script = (ROOT / "docs" / "pictures.py").read_text()
+
+    (shell,) = [block for block in blocks(readme) if block.language == "sh"]
+
+    for line, _ in commands(shell)[1:]:
+        assert f"{line}\n" in shell.code
+        assert f'"{line}"' in script or f"'{line}'" in script

@@ -68,19 +68,35 @@ def test_the_lessons_are_in_order():
     assert len(LESSONS) >= 22
 
 
+def exercises_in(cells) -> list:
+    return [exercise for exercise in map(exercise_of, cells) if exercise is not None]
+
+
+def outputs_in(notebook) -> list:
+    outputs = []
+    for cell in code_cells(notebook):
+        outputs += cell.outputs
+    return outputs
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_committed_pages_are_whole(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = code_cells(notebook)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert printed(cells[-1]) == "All of it holds.\n"
-    assert cells[-1].source.count("assert") >= 5
+    last = cells[-1]
+    outputs = outputs_in(notebook)
+    text = "".join(map(printed, cells))
+
+    counts = [cell.execution_count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1))
+    assert printed(last) == "All of it holds.\n"
+    assert last.source.count("assert") >= 5
     assert path.stat().st_size < 650_000
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.output_type for output in outputs} <= {"stream", "display_data"}
-    assert all(output.get("name") != "stderr" for output in outputs)
-    assert not re.search(r"/(home|root|tmp|Users|usr)/", "".join(map(printed, cells)))
+    for output in outputs:
+        assert output.output_type in ("stream", "display_data")
+        assert output.get("name") != "stderr"
+    assert not re.search(r"/(home|root|tmp|Users|usr)/", text)
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -116,11 +132,14 @@ def test_code_fits_the_column_of_the_site(path):
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_answers_are_folded_and_solutions_checked(path):
     cells = nbformat.read(path, as_version=4).cells
+    exercises = exercises_in(cells)
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    prose += "\n"
+
     assert prose.count("**Question.**") == prose.count("<summary>Answer</summary>")
-    assert prose.count("<details>") == prose.count("</details>\n") + prose.endswith("</details>")
-    exercises = list(filter(None, map(exercise_of, cells)))
-    assert 2 <= len(exercises) == prose.count("<summary>Solution</summary>")
+    assert prose.count("<details>") == prose.count("</details>\n")
+    assert prose.count("<summary>Solution</summary>") == len(exercises)
+    assert len(exercises) >= 2
     for exercise in exercises:
         assert "assert" in exercise.check, exercise.solution
         assert "= ..." in exercise.starter or "NotImplementedError" in exercise.starter, exercise
@@ -252,6 +271,10 @@ def loaded_in(code: str) -> set[str]:
     }
 
 
+def defined_by(source: str) -> set[str]:
+    return set(student["_defined_by"](ast.parse(source).body))
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_starter_defines_and_the_task_names_what_is_read_later(path):
     """By its own check, by the checks of later exercises and by later cells."""
@@ -262,17 +285,19 @@ def test_a_starter_defines_and_the_task_names_what_is_read_later(path):
         if exercise is None:
             if cell.cell_type == "code":
                 assert not loaded_in(cell.source) & pending.keys() - defined
-                defined |= set(student["_defined_by"](ast.parse(cell.source).body))
+                defined |= defined_by(cell.source)
             continue
-        names = set(student["_defined_by"](exercise.statements[0]))
-        starter = set(student["_defined_by"](ast.parse(exercise.starter).body))
-        assert loaded_in(exercise.check) & names <= starter
-        for name in starter:
+        in_solution = set(student["_defined_by"](exercise.statements[0]))
+        in_starter = defined_by(exercise.starter)
+        read = loaded_in(exercise.check)
+        assert read & in_solution <= in_starter
+        for name in in_starter:
             assert re.search(rf"`[^`]*\b{name}\b", exercise.student_task), name
-        missing = loaded_in(exercise.check) & pending.keys() - starter - defined
+        missing = read & pending.keys() - in_starter - defined
         assert not missing, {name: pending[name] for name in missing}
-        pending |= {name: exercise.task for name in names - starter}
-        defined |= starter
+        for name in in_solution - in_starter:
+            pending[name] = exercise.task
+        defined |= in_starter
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -308,20 +333,20 @@ def test_a_check_that_passes_without_a_solution_is_rejected(tmp_path):
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_editions_have_every_exercise(path):
     cells = nbformat.read(path, as_version=4).cells
-    exercises = list(filter(None, map(exercise_of, cells)))
+    exercises = exercises_in(cells)
     for name, more in (("student", 2), ("teacher", 1)):
         notebook = edition(path, name)
-        nbformat.validate(notebook)
-        assert len(notebook.cells) == len(cells) + more * len(exercises)
         sources = [cell.source for cell in notebook.cells]
-        assert not any("<summary>Solution</summary>" in source for source in sources)
+
+        nbformat.validate(notebook)
+        assert len(sources) == len(cells) + more * len(exercises)
+        assert "<summary>Solution</summary>" not in "\n".join(sources)
         for exercise in exercises:
             assert (exercise.solution.rstrip() in sources) == (name == "teacher")
             assert (exercise.starter in sources) == (name == "student")
             if name == "student":
                 assert exercise.student_task in sources
-        outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-        assert bool(outputs) == (name == "teacher")
+        assert bool(outputs_in(notebook)) == (name == "teacher")
 
 
 @pytest.fixture
