@@ -29,7 +29,7 @@ def page_model(look: Look) -> dict[str, Any]:
         "name": look.name,
         "vocab_size": look.model.vocab_size,
         "block_size": look.model.block_size,
-        "most_tokens": look.most_tokens(),
+        "most_tokens": look.most_computed_tokens(),
         "candidates": CANDIDATES,
         "most_candidates": MOST_CANDIDATES,
         "window": anatomy.window,
@@ -58,7 +58,7 @@ def program_lengths(look: Look) -> list[int]:
 
     The last length holds every text that a page can show.
     """
-    most = look.most_tokens()
+    most = look.most_computed_tokens()
     block_size = look.model.block_size
     length = min(SHORTEST, block_size)
     lengths = [length]

@@ -33,6 +33,9 @@ MOST_WEIGHTS = 4_000_000
 """The limit of attention weights on a page, which keeps a page below six megabytes."""
 MOST_FINE_WEIGHTS = 1_000_000
 """The limit of attention weights, and of entries of the forward pass, that take two bytes each."""
+MOST_LOGITS = 1 << 26
+"""The limit of the logits after all layers on a page that computes, which has some arrays of them,
+256 MiB each. GPT-2's logits for 64 tokens are that many, and for 128 they took 46 s in Chromium."""
 MOST_CANDIDATES = 256
 """The number of candidates for the last token, from which the sampling parameters choose."""
 CANDIDATES = 10
@@ -174,6 +177,18 @@ class Look:
         # A causal map of n tokens is a triangle of about n**2 / 2 weights.
         return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // maps))
 
+    def most_computed_tokens(self) -> int:
+        """Return the most tokens on a page that computes, which has logits after each layer.
+
+        With a large vocabulary they are a power of two, since texts are padded to one.
+        """
+        depths = len(self.anatomy.blocks) + 1
+        fitting = max(1, MOST_LOGITS // (depths * self.model.vocab_size))
+        most = self.most_tokens()
+        if fitting >= most:
+            return most
+        return min(most, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+
     # --- the program ------------------------------------------------------------------------------
 
     def _run(
@@ -184,7 +199,7 @@ class Look:
         Causal attention ignores the padding, so the outputs for the tokens don't depend on it.
         """
         time = len(tokens)
-        self._require_room(time)
+        self.require_room(time)
         # The next power of two, so that few programs are compiled for prompts of any length.
         power_of_two = 1 << (time - 1).bit_length()
         length = min(max(SHORTEST, power_of_two), self.model.block_size)
@@ -200,7 +215,8 @@ class Look:
             inputs["streams"] = other_streams
         return self._program(self.weights, inputs)
 
-    def _require_room(self, time: int) -> None:
+    def require_room(self, time: int) -> None:
+        """Raise ValueError for more tokens than the block or a page of one text has room for."""
         if time > self.model.block_size:
             raise ValueError(
                 Message(

@@ -25,8 +25,9 @@ from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 FOLDER = Path(__file__).with_name("page")
-MOST_PARAMETERS = 32_000_000
-"""The limit of a model in a page: 64 MB in 16 bits, 85 MB as text."""
+MOST_PARAMETERS = 150_000_000
+"""The limit of a model in a page: some 185 MB as text. A page of 124 million parameters took 13 s
+to open in Chromium on two cores, and 3 GB of memory; 3 tokens a second were written on it."""
 NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
 
@@ -72,7 +73,8 @@ def look_page(
     """
     prompt_tokens = encode_text(tokenizer, prompt)
     look = Look(model, tokenizer, name)
-    count = _count_of_new_tokens(look, len(prompt_tokens), max_new_tokens)
+    most_tokens = look.most_tokens()
+    count = _count_of_new_tokens(look, len(prompt_tokens), max_new_tokens, most_tokens)
     tokens = _continued(model, prompt_tokens.tolist(), count)
     return page_of(look(tokens, len(prompt_tokens)) | {"reason": reason})
 
@@ -157,13 +159,21 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
         max_new_tokens = max_new_tokens or None
     else:
         beginning = encode_text(tokenizer, prompt).tolist()
-    count = _count_of_new_tokens(look, len(beginning), max_new_tokens)
+    most_tokens = look.most_computed_tokens()
+    if len(beginning) > most_tokens:
+        look.require_room(len(beginning))
+        vocabulary = f"a vocabulary of {look.model.vocab_size:,}"
+        raise ValueError(
+            f"{len(beginning)} tokens are too many for a page that computes with {vocabulary}: "
+            f"at most {most_tokens}"
+        )
+    count = _count_of_new_tokens(look, len(beginning), max_new_tokens, most_tokens)
     continued = _continued(look.model, beginning, count)
     # The prompt as it was given, which decoding may change.
     text = prompt + tokenizer.decode(continued)[len(tokenizer.decode(beginning)) :]
     # The page encodes the text, and a sampled text may have other tokens than those sampled.
     tokens = encode_text(tokenizer, text).tolist()
-    if len(tokens) > look.most_tokens():
+    if len(tokens) > most_tokens:
         text = prompt
         tokens = beginning
     of_prompt = len(tokens)
@@ -172,10 +182,12 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
     return FirstText(text, tokens, of_prompt, look(tokens, of_prompt))
 
 
-def _count_of_new_tokens(look: Look, prompt: int, max_new_tokens: int | None) -> int:
+def _count_of_new_tokens(
+    look: Look, prompt: int, max_new_tokens: int | None, most_tokens: int
+) -> int:
     """Return the number of tokens to sample after a prompt of so many tokens."""
     if max_new_tokens is None:
-        return max(0, min(NEW_TOKENS, look.most_tokens() - prompt))
+        return max(0, min(NEW_TOKENS, most_tokens - prompt))
     if max_new_tokens < 0:
         raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
     # Past the block, the first tokens would leave the context, and the page shows one context.

@@ -213,7 +213,7 @@ def _that_fits(look: Look, text: str) -> str:
     The text of some tokens may have more tokens than those, if it ends inside a character, or none.
     """
     tokens = look.tokenizer.encode(text)
-    most = look.most_tokens()
+    most = look.most_computed_tokens()
     if len(tokens) > most:
         text = look.tokenizer.decode(tokens[: max(1, most // 2)])
         tokens = look.tokenizer.encode(text)

@@ -13,6 +13,7 @@ import pytest
 
 from jgpt.data.tokenizers import NumberTokenizer
 from jgpt.generation.decoding import generate
+from jgpt.pictures import model, numbers
 from jgpt.pictures import page as page_module
 from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.page import make_page, model_page
@@ -305,6 +306,21 @@ def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):
     assert page.reason is not None
     assert page.reason.endswith("which holds 20")
     assert page.reason in page.html
+
+
+def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
+    look = look_of("gpt2")
+    logits_of_a_token = 3 * 17  # the embeddings and two blocks
+    monkeypatch.setattr(numbers, "MOST_LOGITS", 9 * logits_of_a_token)
+    for module in (numbers, model):
+        monkeypatch.setattr(module, "SHORTEST", 2)
+
+    assert look.most_tokens() == 11
+    assert look.most_computed_tokens() == 8
+    assert model.program_lengths(look) == [2, 4, 8]
+    reason = "9 tokens are too many for a page that computes with a vocabulary of 17: at most 8"
+    with pytest.raises(ValueError, match=reason):
+        page_of(look, "ipsbestca")
 
 
 def test_a_token_is_written_from_the_bars(tmp_path):

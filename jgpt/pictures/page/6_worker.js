@@ -44,8 +44,9 @@ async function startWorker({ worker: source, description, weights, vocabulary })
   worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
   worker.onmessage = hearWorker;
   await askWorker({ load: { description, weights } });
+  const began = performance.now();
   await change({});
-  sayHowClose();
+  sayHowClose((performance.now() - began) / 1000);
 }
 
 /** The numbers of a state, or why there are none. */
@@ -233,8 +234,9 @@ function codeOf({ prompt, heads, blocks, patch }, paths) {
   return [...lines, "edits = {", ...rows, "}", "logits = jgpt.edit(model, edits)(tokens)"].join("\n");
 }
 
-/** Say what the page is, and how far its first numbers are from JAX's, unless a link changes them. */
-function sayHowClose() {
+/** Say what the page is, that it is slow if its first numbers took many seconds, and how far they are
+ *  from JAX's, unless a link changes them. */
+function sayHowClose(seconds) {
   const { expected, expected_unpacked: expectedUnpacked, precision } = first;
   const contents = [...document.querySelectorAll("script, style")];
   const megabytes = sum(contents.map(each => each.textContent.length)) / 1e6;
@@ -246,6 +248,10 @@ function sayHowClose() {
         + `${farthest(expected)} of those with the model's own weights`
       : `${farthest(expected)} of JAX's`;
     sentences.push(`On the first text its log probabilities are within ${distance}.`);
+  }
+  if (seconds > 2) {
+    sentences.push(`Its numbers took ${seconds.toFixed(0)} s: a model of this size is slow in a `
+      + "browser, and slower for longer texts.");
   }
   $("closeness").textContent = sentences.join(" ");
 }
