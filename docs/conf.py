@@ -6,9 +6,11 @@ page that asks another host for something are errors.
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 import typing
@@ -247,8 +249,26 @@ def require_public_names(app: Sphinx, env: Any) -> None:
         logger.warning("%s is not in the API reference", name)
 
 
+PLAYGROUND = """
+```{raw} html
+<iframe class="playground" src="FOLDERplayground.html" title="A page that holds a small GPT"
+  loading="lazy"></iframe>
+<p><a href="FOLDERplayground.html">The same page in a window of its own</a></p>
+```
+"""
+"""A page of `jgpt look`, which is trained when the site is built."""
+PLAYED_IN = {root_doc: "docs/pictures/terminal.svg)\n", "docs/look": "pictures/look.png)\n"}
+"""The pages that show it, and what it comes after."""
+
+
 def add_to_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append the table of contents to the README, and add signatures to the API reference."""
+    """Append the table of contents to the README, add signatures to the API reference, and show the
+    page to play with."""
+    if docname in PLAYED_IN:
+        before, place, after = source[0].partition(PLAYED_IN[docname])
+        if place:
+            frame = PLAYGROUND.replace("FOLDER", "../" * docname.count("/"))
+            source[0] = before + place + frame + after
     if docname == root_doc:
         source[0] += CONTENTS
     if docname == "docs/api":
@@ -269,9 +289,14 @@ FETCHED = re.compile(
 
 
 def check_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Copy the README to the index, and reject pages that load from another host."""
+    """Copy the README to the index, write the page to play with, and reject pages that load from
+    another host."""
     if exception is not None:
         return
+    if "docs/look" in app.env.found_docs:
+        # In a process of its own, since what JAX logs would be a warning of Sphinx here.
+        command = [sys.executable, HERE / "playground.py", Path(app.outdir, "playground.html")]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(HERE.parent)}, check=True)
     # Sphinx copies the pictures of Markdown, and not those of an HTML <picture>.
     for picture in Path(app.confdir, "pictures").glob("shapes-*.svg"):
         folder = Path(app.outdir, "docs", "pictures")

@@ -20,6 +20,8 @@ from jaxtyping import AbstractArray
 
 import jgpt
 from jgpt.words import LEGEND
+from tests.browser import CHROMIUM, browser
+from tests.page.test_page import STARTED
 from tests.test_documents import ROOT
 
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -164,6 +166,30 @@ def test_links_lead_somewhere(site):
                 checked += 1
                 assert not parts.fragment or unquote(parts.fragment) in site[name].anchors, link
     assert checked > 500
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_front_page_has_a_page_to_play_with(folder, site):
+    for name, source in (("index", "playground.html"), ("docs/look", "../playground.html")):
+        assert f'src="{source}"' in (folder / f"{name}.html").read_text()
+        assert source in site[Path(f"{name}.html")].links  # in a window of its own
+    path = folder / "playground.html"
+    assert path.stat().st_size < 2_000_000
+    lesson = "notebooks/03_one_head.html"
+    assert lesson in site[Path("playground.html")].links
+
+    with browser() as page:
+        page.open(path)
+        page.run(STARTED)
+        text = page.run("data.text")
+        before = page.run("data.log_probabilities.at(-1).length")
+        page.run("change({ prompt: data.text.slice(0, 5) })")
+        after = page.run("data.log_probabilities.at(-1).length")
+        errors = page.errors
+
+    assert before == len(text) > 20
+    assert after == 5
+    assert errors == []
 
 
 ANSWERS = {
