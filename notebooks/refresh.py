@@ -5,10 +5,17 @@ Exercises, which are in Markdown cells, are run in place: a student's starter,
 whose check must fail, and the solution. The alternative text of a picture
 comes from the metadata of the cell, as MyST-NB has it:
 `{"mystnb": {"image": {"alt": "..."}}}`.
+
+A page of `jgpt.look` holds a model. What is saved of it is a picture, which
+Chromium takes, of the part that the metadata names: `{"page": "attention"}`.
 """
 
+import base64
+import html
 import os
+import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -104,6 +111,46 @@ def execute(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def replace_pages(notebook: nbformat.NotebookNode) -> None:
+    """Put a picture in the place of each page."""
+    for cell in notebook.cells:
+        if "page" not in cell.metadata:
+            continue
+        (output,) = cell.outputs
+        (source,) = re.findall('srcdoc="([^"]*)"', output.data["text/html"])
+        page = html.unescape(source)
+        kind = "image/png"
+        picture = picture_of_page(page, cell.metadata["page"])
+        output.data = {kind: base64.b64encode(picture).decode()}
+        output.metadata[kind] = {"alt": cell.metadata["mystnb"]["image"]["alt"]}
+
+
+def picture_of_page(page: str, part: str) -> bytes:
+    """A PNG of a page, from the element with this id on."""
+    sys.path.insert(0, str(FOLDER.parent))
+    from tests.browser import TWO_FRAMES, browser
+
+    with tempfile.TemporaryDirectory() as folder, browser() as shown:
+        path = Path(folder, "page.html")
+        path.write_text(page, encoding="utf-8")
+        shown.open(path, 900)
+        shown.run(COMPUTED)
+        shown.run(f"$({part!r}).scrollIntoView()")
+        shown.run(TWO_FRAMES)
+        return shown.screenshot(whole=False)
+
+
+COMPUTED = """
+new Promise(done => {
+  const look = () => {
+    if ($("closeness").textContent) done(0);
+    else setTimeout(look, 20);
+  };
+  look();
+})
+"""
+
+
 def main() -> None:
     """Refresh the notebooks named, or all."""
     chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted(
@@ -112,6 +159,7 @@ def main() -> None:
     for path in chosen:
         start = time.perf_counter()
         notebook = execute(path)
+        replace_pages(notebook)
         nbformat.write(notebook, path)
         print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
 

@@ -48,7 +48,9 @@ def printed(cell) -> str:
 
 
 def pictures_of(output) -> list[str]:
-    return [kind for kind in output.get("data", {}) if kind.startswith("image/")]
+    """The kinds of its pictures; a page, of which a picture is committed, counts as one."""
+    kinds = output.get("data", {})
+    return [kind for kind in kinds if kind.startswith("image/") or kind == "text/html"]
 
 
 def pictures_in(cell) -> int:
@@ -104,7 +106,7 @@ def test_pictures_are_small_transparent_svg_with_text_of_10_points_and_an_altern
     for cell in code_cells(nbformat.read(path, as_version=4)):
         alternative = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         for output in cell.outputs:
-            if not (kinds := pictures_of(output)):
+            if not (kinds := pictures_of(output)) or "page" in cell.metadata:
                 continue
             assert kinds == ["image/svg+xml"], cell.source
             assert len(alternative) > 30, cell.source
@@ -119,6 +121,25 @@ def test_pictures_are_small_transparent_svg_with_text_of_10_points_and_an_altern
             ground = re.search(r'<g id="patch_1">\s*<path [^>]*style="fill: (\w+)', picture)
             assert ground is not None, cell.source
             assert ground[1] == "none", cell.source
+
+
+WITH_PAGES = ("03", "07", "10", "16")
+
+
+def test_lessons_show_pages_as_pictures_with_a_link_to_one_that_computes():
+    for path in LESSONS:
+        cells = nbformat.read(path, as_version=4).cells
+        pages = [cell for cell in cells if "page" in cell.metadata]
+        assert len(pages) == (path.stem[:2] in WITH_PAGES)
+        for cell in pages:
+            (output,) = cell.outputs
+            assert list(output.data) == ["image/png"]
+            assert len(output.data["image/png"]) < 200_000
+            alternative = cell.metadata["mystnb"]["image"]["alt"]
+            assert output.metadata["image/png"]["alt"] == alternative
+            assert len(alternative) > 30
+            prose = cells[cells.index(cell) - 1].source
+            assert "](../docs/look.md)" in prose
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
