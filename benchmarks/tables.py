@@ -18,7 +18,7 @@ from jgpt.presets import DEFAULT_PRESET, PRESETS
 from jgpt.words import format_bytes
 
 PAGES = [
-    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "presets")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "look", "presets")),
     *(
         ROOT / "benchmarks" / f"{page}.md"
         for page in ("ablation", "details", "processors", "proofs")
@@ -95,6 +95,8 @@ ON_A_CPU = (
     "shakespeare-best",
 )
 """The presets that two CPU cores train, in the order of their table; the last takes longest."""
+WEIGHTS_OF = {32: "float32", 16: "float16", 8: "int8"}
+"""The weights of a page, by their bits."""
 Row = Sequence[str]
 Table = Sequence[Row]
 
@@ -629,6 +631,31 @@ def large_presets_table() -> Table:
     return table
 
 
+def pages_table() -> Table:
+    """The pages of `jgpt look`, then the presets that are too large for one, with the reason."""
+    header = ["preset", "page", "weights", "opens in", "a keystroke", "Write on"]
+    table = [[*header, "difference", "to the model's own weights"]]
+    for name, figures in measured("pages").items():
+        opened = [1e-3 * value for value in figures["open_milliseconds"]]
+        typed = [1e-3 * value for value in figures["keystroke_milliseconds"]]
+        table.append(
+            [
+                f"`{name}`",
+                f"{figures['bytes'][0] / 1e6:.1f} MB",
+                WEIGHTS_OF[figures["bits"][0]],
+                f"{statistics.median(opened):.1f} s",
+                f"{statistics.median(typed):.2f} s",
+                f"{statistics.median(figures['tokens_per_second']):,.0f} tokens/s",
+                f"{max(figures['difference']):.0e}",
+                f"{max(figures['difference_to_own_weights']):.0e}",
+            ]
+        )
+    for name, reason in record("pages").get("refused", {}).items():
+        parameters, _, _ = reason.partition(" are too many")
+        table.append([f"`{name}`", f"none: {parameters}", *[""] * 6])
+    return table
+
+
 def processors_table() -> Table:
     table = [["record", "processor", "GFLOP/s", "GB/s"]]
     for path in sorted(RESULTS.glob("*.json")):
@@ -657,6 +684,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "breakdown": breakdown_table,
     "prepare": prepare_table,
     "large_text": large_text_table,
+    "pages": pages_table,
     "processors": processors_table,
     "proofs": proofs_table,
     "ahead": ahead_table,

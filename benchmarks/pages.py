@@ -1,0 +1,184 @@
+"""Measure the pages of `jgpt look` in Chromium: one of each preset, with random weights.
+
+    JAX_PLATFORMS=cpu python benchmarks/pages.py --rounds 2
+
+`tables.py` makes the table of docs/look.md from the record. A page is opened from disk. Then
+letters are typed at the end of a text of 128 tokens, or of fewer where the block or the page has no
+room; and half of that text is written on until the page is full. Sizes and times don't depend on
+training. The differences to JAX are those of these weights, none of which is zero.
+"""
+
+import json
+import os
+import re
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+from runner import ROOT, Figures, Measured, Rounds, Variant, call, compare
+from tables import ON_A_CPU
+
+from jgpt.presets import PRESETS
+
+sys.path.insert(0, str(ROOT))  # for the tests' browser and weights
+
+LETTERS = string.ascii_letters + "\n !$&',-.3:;?"
+"""The 65 characters of tiny Shakespeare, which are the vocabulary of the small presets."""
+TEXT = """To be, or not to be, that is the question:
+Whether 'tis nobler in the mind to suffer
+The slings and arrows of outrageous fortune,
+"""
+KEYSTROKES = 7
+CONTINUATIONS = 3
+MOST_SECONDS = 30
+"""A large model is measured less often: nothing is begun after so many seconds."""
+MOST_TYPED = 128
+"""The most tokens of the text that is typed at."""
+SECONDS = 600
+"""The longest wait for a page."""
+OPENED = """
+new Promise(done => {
+  const look = () => {
+    if ($("closeness").textContent) done(performance.now());
+    else setTimeout(look, 20);
+  };
+  look();
+})
+"""
+"""The milliseconds from the beginning of the page until all numbers of its text are shown."""
+TYPED = """
+(async () => {
+  await change({ prompt: TEXT });
+  const times = [];
+  const end = performance.now() + 1000 * MOST_SECONDS;
+  for (let i = 0; i < KEYSTROKES && performance.now() < end; i++) {
+    const began = performance.now();
+    await change({ prompt: TEXT + "ab"[i % 2] });
+    times.push(performance.now() - began);
+  }
+  return times;
+})()
+"""
+"""The milliseconds of each keystroke, after the program for this length was made ready."""
+WRITTEN = """
+(async () => {
+  await change({ prompt: TEXT });
+  $("prompt").value = TEXT;
+  await writeOnInWorker();
+  return $("said").textContent;
+})()
+"""
+
+
+def write_page(preset: str, path: str) -> Figures:
+    """Write the page of a preset; return the number of tokens of the text that is typed at."""
+    from flax import nnx
+
+    from jgpt import BPETokenizer, CharTokenizer
+    from jgpt.hardware import this_machine
+    from jgpt.nn.models import abstract_model
+    from jgpt.nn.precision import run_for_platform
+    from jgpt.pictures.numbers import Look
+    from jgpt.pictures.page import model_page
+    from tests.models import randomised, weights_of
+
+    _, config = PRESETS[preset]
+    model = abstract_model(run_for_platform(config, this_machine().platform).model)
+    nnx.update(model, randomised(weights_of(model)))
+    tokenizer = CharTokenizer.from_text(LETTERS)
+    if model.vocab_size != tokenizer.vocab_size:
+        # A letter is a token, as with characters, since there is one merge alone.
+        tokenizer = BPETokenizer.train([TEXT], 257).padded_to(model.vocab_size)
+    length = min(Look(model, tokenizer, preset).most_computed_tokens(), MOST_TYPED)
+    Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length]))
+    return {"length": length}
+
+
+def refusals() -> dict[str, str]:
+    """Return the reason why a preset has no page, for each that has none."""
+    from jgpt.nn.models import abstract_model
+    from jgpt.pictures.page import require_room
+    from jgpt.pictures.program import Uncomputable
+
+    reasons = {}
+    for name, (_, config) in PRESETS.items():
+        try:
+            require_room(abstract_model(config.model))
+        except Uncomputable as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def measure_page(path: str, length: int) -> Figures:
+    """Open a page, type at a text of so many tokens, and write half of it on."""
+    from tests import browser
+
+    browser.SECONDS = SECONDS
+    load, _, _ = os.getloadavg()
+    with browser.browser() as page:
+        page.open(Path(path))
+        opened = page.run(OPENED)
+        closeness = page.run("$('closeness').textContent")
+        keystrokes = page.run(_filled(TYPED, TEXT[: length - 1]))
+        rates = []
+        began = time.monotonic()
+        while len(rates) < CONTINUATIONS and time.monotonic() < began + MOST_SECONDS:
+            said = page.run(_filled(WRITTEN, TEXT[: length // 2]))
+            rates.append(float(re.search(r"(\d+) a second", said)[1]))
+        precision = page.run("first.precision")
+        assert page.errors == [], page.errors
+    # With weights in float32, those of the page are the model's own.
+    to_the_same, *_ = differences = re.findall(r"within (\S+) of", closeness)
+    return {
+        "bytes": Path(path).stat().st_size,
+        "bits": int(re.search(r"\d+", precision)[0]),
+        "open_milliseconds": opened,
+        "keystroke_milliseconds": statistics.median(keystrokes),
+        "tokens_per_second": max(rates),
+        "difference": float(to_the_same),
+        "difference_to_own_weights": float(differences[-1]),
+        "load": load,
+    }
+
+
+def _filled(script: str, text: str) -> str:
+    parts = {
+        "TEXT": json.dumps(text),
+        "KEYSTROKES": str(KEYSTROKES),
+        "MOST_SECONDS": str(MOST_SECONDS),
+    }
+    for name, value in parts.items():
+        script = script.replace(name, value)
+    return script
+
+
+def _result_of(command: list[str]) -> Any:
+    """What a command prints; this process imports no jax."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(options: Rounds) -> None:
+    refused = _result_of(call("pages", "refusals"))
+    with tempfile.TemporaryDirectory() as folder:
+        variants = []
+        for name in (*ON_A_CPU, "nanogpt-char", "gpt2"):
+            path = f"{folder}/{name}.html"
+            written = _result_of(call("pages", "write_page", preset=name, path=path))
+            command = call("pages", "measure_page", path=path, length=written["length"])
+            variants.append(Variant(name, command))
+
+        def facts(measured: Measured) -> dict[str, Any]:
+            return {"refused": refused}
+
+        compare("pages", variants, options, facts)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Rounds, description=__doc__))
