@@ -403,8 +403,9 @@ def _require_derivatives(
 ) -> None:
     """Raise ValueError for an optimizer or objective with derivatives that a mesh doesn't have.
 
-    Gathered parameters have a derivative of their own, in reverse mode alone. JAX finds out that
-    another one is needed only when the steps are lowered.
+    Gathered parameters have a derivative of their own, in reverse mode alone. That gradient has
+    every derivative, such as the product with the Hessian that Sophia takes; the loss itself has no
+    forward-mode derivative. JAX finds that out only when the steps are lowered.
     """
     try:
         train_steps.lower(*arguments)

@@ -1,7 +1,6 @@
 """Parameters gathered over fsdp, and the results stored for the backward pass."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -101,8 +100,7 @@ def gather_once(parameter: nnx.Param, dtype: DTypeLike) -> None:
         parameter.set_value(gather_parameter(parameter, dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
+def _gather(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
     """Cast a parameter, gather it over fsdp, and cast it back.
 
     It is moved in the narrow dtype, which is half the bytes in bfloat16. The result has the
@@ -114,9 +112,14 @@ def _gathered(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> Any:
     return constrain(narrow, spec).astype(parameter.dtype)
 
 
+_gathered = jax.custom_vjp(_gather, nondiff_argnums=(0, 1))
+
+
 def _forward(dimensions: Dimensions, dtype: DTypeLike, parameter: Any) -> tuple[Any, None]:
-    # The function is linear in the parameter, so the backward pass needs no value of it.
-    return _gathered(dimensions, dtype, parameter), None
+    # The function is linear in the parameter, so the backward pass needs no value of it. With
+    # `_gathered` here, a gradient would have no derivative: Sophia takes one by `jax.jvp`, which a
+    # function with a `custom_vjp` lacks.
+    return _gather(dimensions, dtype, parameter), None
 
 
 def _backward(
