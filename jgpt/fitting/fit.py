@@ -455,7 +455,10 @@ def _sample_or_warn(
     except Exception as error:
         if config.model.make is None:
             raise
-        reason = describe_error(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = describe_error(error)
+        if not reason:
+            first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
+            reason = first_line
         progress.warned(f"no sample: {reason}")
         return ""
 

@@ -91,6 +91,7 @@ def require_fitting(initial: Initial, config: TrainConfig) -> None:
     They may lack parameters that `trainable` names, as those of LoRA, which begin as usual.
     """
     expected = named_parameters(abstract_model(config.model))
+    trainable = config.optimizer.trainable
     for name in {**expected, **initial.arrays}:
         shape = None
         if name in expected:
@@ -98,7 +99,7 @@ def require_fitting(initial: Initial, config: TrainConfig) -> None:
         found = None
         if name in initial.arrays:
             found = initial.arrays[name].shape
-        trainable = config.optimizer.trainable
+        # Without `trainable`, all parameters are trained, and none of them may be absent.
         if found is None and trainable and is_trainable(name, trainable):
             continue
         if shape != found:

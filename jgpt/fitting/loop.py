@@ -80,11 +80,13 @@ class Training:
         self.losses = _comparable_losses(lines, self.evaluations)
         # Until the first evaluation, estimates are ever further apart, at 1/16 to 1/2 of its step,
         # and the first one saves a checkpoint.
-        halves = {self.config.eval_interval >> halvings for halvings in range(1, 5)}
-        self.estimate_steps = {step for step in halves if step > self.step}
+        interval = self.config.eval_interval
+        early_steps = {interval // 16, interval // 8, interval // 4, interval // 2}
+        early_steps.discard(0)  # of a short interval
+        self.estimate_steps = {step for step in early_steps if step > self.step}
         if self.step == 0 and not lines:
             self.estimate_steps.add(0)
-        self.first_save = min(halves - {0}, default=self.config.eval_interval)
+        self.first_save = min(early_steps, default=interval)
         # Two votes, since processes have to agree on each: to stop, and to save.
         self.vote = Vote()
         self.save_vote = Vote()
@@ -116,7 +118,8 @@ class Training:
                 self._save_if_due()
                 self._stop_if_asked()
                 self._take_steps()
-                if self.step % self.config.eval_interval == 0 or self.step == self.config.steps:
+                is_last = self.step == self.config.steps
+                if is_last or self.step % self.config.eval_interval == 0:
                     self._evaluate()
                     if not is_warm:
                         # All programs are compiled by now, so that a further compilation is a
@@ -286,7 +289,8 @@ class Training:
             speed = self.logger.tokens_per_second
             if speed is not None and first < config.eval_interval:
                 tokens_per_step = config.batch_size * config.model.block_size
-                most = min(most, max(1, int(SECONDS_PER_CALL * speed / tokens_per_step)))
+                steps_in_time = int(SECONDS_PER_CALL * speed / tokens_per_step)
+                most = min(most, max(1, steps_in_time))
         next_evaluation = (first // config.eval_interval + 1) * config.eval_interval
         pauses = {next_evaluation, config.steps, *self.estimate_steps}
         if self.profiled_steps:

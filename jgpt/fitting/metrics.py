@@ -79,22 +79,7 @@ class MetricsLogger:
             return
         first_step, count, metrics = self._pending
         self._pending = None
-        # One transfer for each metric rather than each step; entries from `count` on belong to no
-        # step.
-        columns = {}
-        for name in EACH_STEP:
-            values = np.asarray(getattr(metrics, name))  # steps
-            columns[name] = values[:count].tolist()
-        extra = {}
-        for name, values in (metrics.extra or {}).items():
-            extra[name] = np.asarray(values)[:count].tolist()
-        for row in range(count):
-            line: dict[str, Any] = {"step": first_step + 1 + row}
-            for name, column in columns.items():
-                line[name] = column[row]
-            for name, column in extra.items():
-                if self._has_value(name, line["step"], column[row]):
-                    line[name] = column[row]
+        for line in self._lines_of(first_step, count, metrics):
             if not (math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"])):
                 self._write(self._unwritten)
                 raise FloatingPointError(self._not_finite_message(line))
@@ -105,6 +90,28 @@ class MetricsLogger:
         self._write(lines)
         self._unwritten = [last]
         self._report(last["step"], last["loss"], last.get("tokens_per_second"))
+
+    def _lines_of(self, first_step: int, count: int, metrics: Metrics) -> list[dict[str, Any]]:
+        """Return a line for each step of a call."""
+        # One transfer for each metric rather than each step; entries from `count` on belong to no
+        # step.
+        columns = {}
+        for name in EACH_STEP:
+            values = np.asarray(getattr(metrics, name))  # steps
+            columns[name] = values[:count].tolist()
+        extra = {}
+        for name, values in (metrics.extra or {}).items():
+            extra[name] = np.asarray(values)[:count].tolist()
+        lines = []
+        for row in range(count):
+            line: dict[str, Any] = {"step": first_step + 1 + row}
+            for name, column in columns.items():
+                line[name] = column[row]
+            for name, column in extra.items():
+                if self._has_value(name, line["step"], column[row]):
+                    line[name] = column[row]
+            lines.append(line)
+        return lines
 
     def _has_value(self, name: str, step: int, value: float) -> bool:
         """Return whether a step's line has a metric of the objective or of `log`.
@@ -180,7 +187,8 @@ class MetricsLogger:
             if self.failure is None:  # the first error is the cause
                 self.failure = error
         for line in lines:
-            values = {name: value for name, value in line.items() if name != "step"}
+            values = dict(line)
+            del values["step"]
             for log in self._trackers:
                 try:
                     log(values, line["step"])

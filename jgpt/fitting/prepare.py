@@ -256,7 +256,8 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     A disk that fills up later costs steps, and hours may pass until then.
     """
     # The nearest existing folder, since the directory itself may not exist yet.
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    folders = (out, *out.absolute().parents)
+    existing = next(folder for folder in folders if folder.exists())
     free = shutil.disk_usage(existing).free
     kept = config.keep_best + config.keep_last
     needed = bytes_of(abstract_state(config)) * (kept + 1)
