@@ -72,17 +72,7 @@ def evaluate(
     loaded, used_tokenizer, config = load(
         run_directory, model=model, tokenizer=tokenizer, which=which
     )
-    size = config.model.block_size
-    if window is not None:
-        size = window
-    if not 0 < size <= config.model.block_size:
-        raise ValueError(
-            Message(
-                Field("window", size),
-                " must be from 1 to ",
-                Field("block_size", config.model.block_size),
-            )
-        )
+    size = _window_size(window, config.model.block_size)
     data = _other_data(data, split, data_field)
     directory = RunDirectory.open(run_directory)
     lines = directory.provenance()
@@ -93,28 +83,38 @@ def evaluate(
         config = replace(config, micro_batches=count, mesh=None)
     if data:
         tokens = _read_other_text(config.dataset, data, data_field, used_tokenizer, progress)
+    elif dataset is None:
+        loaded_data = _load_known(directory, config.dataset, size, used_tokenizer, progress)
+        tokens = _tokens_of(loaded_data, split, directory)
     else:
-        if dataset is None:
-            dataset = _load_known(directory, config.dataset, size, used_tokenizer, progress)
-        else:
-            require_usable(dataset, config.dataset, size, known_text(lines))
+        require_usable(dataset, config.dataset, size, known_text(lines))
         tokens = _tokens_of(dataset, split, directory)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
-    evaluator = Evaluator(
-        run_for_platform(config, current_platform()),
-        tokens,
-        sum(leaf.size for leaf in jax.tree.leaves(weights)),
-    )
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    decided = run_for_platform(config, current_platform())
+    evaluator = Evaluator(decided, tokens, parameters)
     loss = evaluator.exact(weights, progress.evaluating)
     _require_finite_loss(loss, loaded, run_directory)
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = None
     if not isinstance(used_tokenizer, NumberTokenizer):
-        bits = bits_per_character(loss, count_characters(targets, used_tokenizer) / len(targets))
+        characters_per_token = count_characters(targets, used_tokenizer) / len(targets)
+        bits = bits_per_character(loss, characters_per_token)
     return Evaluation(loss, _perplexity(loss), bits, len(targets), " ".join(data) or None)
+
+
+def _window_size(window: int | None, block_size: int) -> int:
+    """Return the number of tokens in a window, by default the model's whole block."""
+    if window is None:
+        return block_size
+    if not 0 < window <= block_size:
+        raise ValueError(
+            Message(Field("window", window), " must be from 1 to ", Field("block_size", block_size))
+        )
+    return window
 
 
 def _other_data(data: str | tuple[str, ...], split: str, data_field: str | None) -> tuple[str, ...]:
