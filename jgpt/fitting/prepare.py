@@ -87,7 +87,9 @@ def prepare(
     config = _with_newlines_of(target.saved, config)
     weights = read_initial(initial, config)
     if dataset is None:
-        tokenizer = weights.tokenizer if weights is not None else None
+        tokenizer = None
+        if weights is not None:
+            tokenizer = weights.tokenizer
         dataset = _load_text(config, target, progress, should_stop, tokenizer)
     else:
         config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))

@@ -176,14 +176,17 @@ class Evaluator:
         self._all_batches = np.ones(self._batches, bool)
         self._few_batches = self._spread_batches()
         self._resident: tuple[list[Call], list[Call]] | None = None
-        size = 4 * self._batches * self._rows * (self._block_size + 1)  # int32 has 4 bytes
-        if size <= RESIDENT_WINDOWS:
-            all_calls = list(self._calls(self._all_batches))
-            # An estimate counts other targets of the same windows, which are on the device only
-            # once.
-            placed = {call.first_batch: call.windows for call in all_calls}
-            few_calls = list(self._calls(self._few_batches, placed))
-            self._resident = (all_calls, few_calls)
+        tokens = self._batches * self._rows * (self._block_size + 1)
+        if 4 * tokens <= RESIDENT_WINDOWS:  # an int32 has 4 bytes
+            self._resident = self._resident_calls()
+
+    def _resident_calls(self) -> tuple[list[Call], list[Call]]:
+        """Return the calls of an exact evaluation and those of an estimate, on the device."""
+        all_calls = list(self._calls(self._all_batches))
+        # An estimate counts other targets of the same windows, which are on the device only once.
+        placed = {call.first_batch: call.windows for call in all_calls}
+        few_calls = list(self._calls(self._few_batches, placed))
+        return all_calls, few_calls
 
     @typed
     def exact(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
