@@ -98,7 +98,7 @@ class OwnBatches:
                 f"block_size={self._config.model.block_size}",
             )
 
-    def _require_tokens(self, step: int, tokens: np.ndarray) -> None:
+    def _require_tokens(self, step: int, tokens: Any) -> None:
         vocab_size = self._dataset.tokenizer.vocab_size
         for extreme in (int(tokens.min()), int(tokens.max())):
             if not 0 <= extreme < vocab_size:
@@ -106,7 +106,7 @@ class OwnBatches:
                     step, f"contains token {extreme}, outside the vocabulary of {vocab_size}"
                 )
 
-    def _require_weights(self, step: int, weights: np.ndarray) -> None:
+    def _require_weights(self, step: int, weights: Any) -> None:
         if not np.isfinite(weights).all() or weights.min() < 0:
             raise self._wrong(step, "has a weight that is negative or not finite")
         # The loss is a weighted mean, which divides by this sum.

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from jgpt.config import TrainConfig
 from jgpt.data.tokenizers import Tokenizer, text_of_token
 from jgpt.nn.bigram import BigramLM
 from jgpt.nn.models import LanguageModel
@@ -43,7 +42,7 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
     axes = figure.add_subplot()
     (title,), families = drawable([title], "sans-serif")
     axes.set_title(title, parse_math=False, fontfamily=families)
-    steps = _steps_of(metrics)
+    steps = np.array(_steps_of(metrics))
     lines = _draw_run(axes, steps, metrics, training_colour="C0", validation_colour="C1")
     window = _smoothing_window(len(metrics))
     labels = [
@@ -71,7 +70,14 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
         metrics = run.metrics()
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
-        progress = _progress_of(metrics, config)
+        steps = np.array(_steps_of(metrics))
+        # Some lines have the seconds; between them, the seconds of steps are interpolated.
+        timed_steps, timed_seconds = _timed_steps(metrics)
+        progress = {
+            "steps": steps,
+            "tokens": steps * (config.batch_size * config.model.block_size),
+            "seconds": np.interp(steps, timed_steps, timed_seconds),
+        }
         lines: list[Line2D] = []
         for name, axes in panels.items():
             x = progress[name]
@@ -86,26 +92,19 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     return _image(figure, format)
 
 
-def _progress_of(metrics: Sequence[dict[str, Any]], config: TrainConfig) -> dict[str, np.ndarray]:
-    """Return for each line of metrics the steps, tokens and seconds of training until then."""
-    steps = _steps_of(metrics)
-    tokens_per_step = config.batch_size * config.model.block_size
-    # Some lines have the seconds; between them, the seconds of steps are interpolated.
+def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """Return the steps whose lines have a time, and the seconds until then, from 0 on."""
     timed_steps = [0]
-    timed_seconds = [0.0]
+    seconds = [0.0]
     for line in metrics:
         if "seconds" in line:
             timed_steps.append(line["step"])
-            timed_seconds.append(line["seconds"])
-    return {
-        "steps": steps,
-        "tokens": steps * tokens_per_step,
-        "seconds": np.interp(steps, timed_steps, timed_seconds),
-    }
+            seconds.append(line["seconds"])
+    return timed_steps, seconds
 
 
-def _steps_of(metrics: Sequence[dict[str, Any]]) -> np.ndarray:
-    return np.array([line["step"] for line in metrics])
+def _steps_of(metrics: Sequence[dict[str, Any]]) -> list[int]:
+    return [line["step"] for line in metrics]
 
 
 def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
@@ -132,7 +131,7 @@ def _group_image(
     lines: dict[str, Artist] = {}
     for run, axes in zip(runs, panels, strict=True):
         metrics = run.metrics()
-        steps = _steps_of(metrics)
+        steps = np.array(_steps_of(metrics))
         for name, colour in zip(names, colours, strict=True):
             rows, values = _values_of(metrics, name)
             # The legend has a line for each name, whichever run it is of.
@@ -157,8 +156,8 @@ def _one_metric_image(runs: Sequence[RunDirectory], metric: str, format: str) ->
     for index, run in enumerate(runs):
         metrics = run.metrics()
         rows, values = _values_of(metrics, metric)
-        steps = _steps_of(metrics)[rows]
-        mean = _running_mean(values, _smoothing_window(len(values)))
+        steps = np.array(_steps_of(metrics))[rows]
+        mean = _running_mean(np.array(values, float), _smoothing_window(len(values)))
         axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=0.7)
         smoothed += axes.plot(steps, mean, color=f"C{index}", linewidth=1.5)
     _finish(figure, {"step": axes}, smoothed, _labels_of(runs), quantity=metric)
@@ -202,9 +201,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return key
 
 
-def _values_of(
-    metrics: Sequence[dict[str, Any]], field: str
-) -> tuple[list[int], Float[np.ndarray, " values"]]:
+def _values_of(metrics: Sequence[dict[str, Any]], field: str) -> tuple[list[int], list[float]]:
     """Return the indices of the lines that have a field, and its values."""
     rows = []
     values = []
@@ -212,7 +209,7 @@ def _values_of(
         if field in line:
             rows.append(row)
             values.append(line[field])
-    return rows, np.array(values, float)
+    return rows, values
 
 
 @typed
@@ -226,7 +223,7 @@ def _draw_run(
     """Draw a run in two colours: one for training, each step and smoothed, one for validation and
     estimates."""
     rows, losses = _values_of(metrics, "loss")
-    mean = _running_mean(losses, _smoothing_window(len(metrics)))
+    mean = _running_mean(np.array(losses), _smoothing_window(len(metrics)))
     lines = axes.plot(x[rows], losses, color=training_colour, alpha=0.25, linewidth=0.7)
     lines += axes.plot(x[rows], mean, color=training_colour, linewidth=1.5)
     # Drawn above the lines, which have as many points as there are steps.
