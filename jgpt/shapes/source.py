@@ -47,6 +47,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 """The fields of a statement that have other statements."""
+_ARRAYS = (jax.Array, np.ndarray)
 
 Kind = Literal["heading", "reached", "not reached", "failed", "not finite"]
 _STYLES: dict[Kind, str] = {
@@ -73,18 +74,23 @@ class LineValue:
         texts = []
         for position, shape in enumerate(self.shapes):
             text = str(shape)
-            found = []
-            for arrays in self.statistics:
-                statistics = arrays[position]
-                if statistics is not None:
-                    found.append(statistics)
-            if found:
-                text += f" {describe_statistics(found)}"
+            statistics = self._statistics_of(position)
+            if statistics:
+                text += f" {describe_statistics(statistics)}"
             texts.append(text)
         text = ", ".join(texts)
         if len(self.shapes) > 1:
             text = f"({text})"
         return f"{self.name}: {text}"
+
+    def _statistics_of(self, position: int) -> list[Statistics]:
+        """Return the statistics of one of the arrays, for each time that has some."""
+        found = []
+        for arrays in self.statistics:
+            statistics = arrays[position]
+            if statistics is not None:
+                found.append(statistics)
+        return found
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,8 @@ class AnnotatedSource:
 
     def failing(self) -> "AnnotatedSource":
         """Return the function alone in which the call failed, if that is one that is shown."""
-        found = []
-        for function in self.functions:
-            if any(line.has_failed for line in function.lines):
-                found.append(function)
-        return dataclasses.replace(self, functions=tuple(found))
+        found = tuple(filter(_has_failed, self.functions))
+        return dataclasses.replace(self, functions=found)
 
     def lines(self) -> list[tuple[str, Kind]]:
         """Return the lines of the print, each with its kind."""
@@ -156,25 +159,21 @@ class AnnotatedSource:
             if lines:
                 lines.append(("", "reached"))
             lines.append((_heading(function), "heading"))
-            width = min(MARGIN, max(len(line.text) for line in function.lines))
+            longest = max(len(line.text) for line in function.lines)
+            width = min(longest, MARGIN)
             for line in function.lines:
-                kind: Kind = "reached"
-                if line.has_failed:
-                    kind = "failed"
-                elif line.is_not_finite:
-                    kind = "not finite"
-                elif not line.is_reached:
-                    kind = "not reached"
-                lines.append((_with_margin(line, width, function.calls), kind))
-        if self.note is not None:
-            lines.append(("", "reached"))
-            lines.append((self.note, "reached"))
-        if self.reason is not None:
-            lines.append(("", "reached"))
-            lines.append((self.reason, "failed"))
-        if self.error is not None:
-            lines.append(("", "reached"))
-            lines.append((self.error, "failed"))
+                text = _with_margin(line, width, function.calls)
+                lines.append((text, _kind(line)))
+        # The error is the last line in a terminal, as that of a traceback is.
+        remarks: list[tuple[str | None, Kind]] = [
+            (self.note, "reached"),
+            (self.reason, "failed"),
+            (self.error, "failed"),
+        ]
+        for remark, kind in remarks:
+            if remark is not None:
+                lines.append(("", "reached"))
+                lines.append((remark, kind))
         return lines
 
     def __str__(self) -> str:
@@ -183,7 +182,9 @@ class AnnotatedSource:
     def _repr_html_(self) -> str:
         lines = []
         for line, kind in self.lines():
-            lines.append(f'<span style="{_STYLES[kind]}">{html.escape(line)}</span>')
+            style = _STYLES[kind]
+            text = html.escape(line)
+            lines.append(f'<span style="{style}">{text}</span>')
         return "<pre>" + "\n".join(lines) + "</pre>"
 
     def as_json(self) -> dict[str, Any]:
@@ -216,6 +217,16 @@ def _heading(function: FunctionSource) -> str:
     if function.calls > 1:
         heading += f" x {function.calls}"
     return heading
+
+
+def _kind(line: SourceLine) -> Kind:
+    if line.has_failed:
+        return "failed"
+    if line.is_not_finite:
+        return "not finite"
+    if not line.is_reached:
+        return "not reached"
+    return "reached"
 
 
 def _with_margin(line: SourceLine, width: int, calls: int) -> str:
@@ -265,15 +276,18 @@ def annotated_source(
     """
     if values:
         source = _source_with_values(function, arrays)
-        if of is None:
-            return source
-        return source.of(of)
-    symbols = _open_sizes(arrays)
-    calls = ((function, arguments) for arguments in _arguments_at_points(arrays, symbols))
-    source = source_of_calls(calls, symbols, folders_of(function))
+    else:
+        source = _source_with_shapes(function, arrays)
     if of is None:
         return source
     return source.of(of)
+
+
+def _source_with_shapes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> AnnotatedSource:
+    symbols = _open_sizes(arrays)
+    arguments_at_points = _arguments_at_points(arrays, symbols)
+    calls = ((function, arguments) for arguments in arguments_at_points)
+    return source_of_calls(calls, symbols, folders_of(function))
 
 
 def source_of_calls(
@@ -288,10 +302,12 @@ def source_of_calls(
     """
     recordings: list[_Recording] = []
 
+    # A generator, since `name_sizes` takes further traces only until each size has a name.
     def trees() -> Iterator[dict[Any, tuple[Shape, ...]]]:
         for function, arguments in calls:
-            recordings.append(_record(function, arguments, folders))
-            yield _tree_of_records(recordings[-1].records)
+            recording = _record(function, arguments, folders)
+            recordings.append(recording)
+            yield _tree_of_records(recording.records)
 
     named, other_points = name_sizes(trees(), symbols)
     first = recordings[0]
@@ -300,10 +316,13 @@ def source_of_calls(
         records.append(dataclasses.replace(record, shapes=shapes))
     note = None
     if other_points:
-        sizes = _sizes_text(symbols)
-        note = f"The lines depend on the sizes; these are the shapes for {sizes}."
-        if 1 not in other_points:
-            note = f"The lines depend on the sizes; these are the shapes near {sizes}."
+        # The second point is the nearest to the first: if the lines differ there, no size has a
+        # name; if not, the names hold around these sizes.
+        extent = "near"
+        if 1 in other_points:
+            extent = "for"
+        sizes = _numbers_text(_sizes_at(0, symbols))
+        note = f"The lines depend on the sizes; these are the shapes {extent} {sizes}."
     return _annotated(first, records, note)
 
 
@@ -357,7 +376,8 @@ def _annotated(
     functions = []
     for place in recording.calls:
         function = _function_source(place, records, recording)
-        if any(line.values or line.has_failed for line in function.lines):
+        has_values = any(line.values for line in function.lines)
+        if has_values or _has_failed(function):
             functions.append(function)
     if not functions and recording.error is None:
         raise ValueError("no line sets an array: lambdas and code without source have no lines")
@@ -375,22 +395,19 @@ def _has_failed(function: FunctionSource) -> bool:
     return any(line.has_failed for line in function.lines)
 
 
-def _sizes_text(symbols: Mapping[str, Sequence[int]]) -> str:
-    return ", ".join(f"{name}={sizes[0]}" for name, sizes in symbols.items())
-
-
 def annotated_tree(function: Callable[..., Any], *arrays: Any) -> ShapeTrace:
     """Return the tree of typed calls in a call whose arrays may be texts.
 
     It has the arguments and the result of the call itself, also if no function is typed.
     """
     symbols = _open_sizes(arrays)
-    trees = (_tree_of_call(function, inputs) for inputs in _arguments_at_points(arrays, symbols))
+    arguments_at_points = _arguments_at_points(arrays, symbols)
+    trees = (_tree_of_call(function, arguments) for arguments in arguments_at_points)
     first = next(trees)
-    names = list(first.arguments)
+    order_of_arguments = list(first.arguments)
     named = name_sizes(itertools.chain([first], trees), symbols).tree
     # JAX sorts the keys of a dict.
-    named.arguments = {name: named.arguments[name] for name in names}
+    named.arguments = {name: named.arguments[name] for name in order_of_arguments}
     return named
 
 
@@ -400,13 +417,18 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
     def trace(*arguments: Any) -> None:
         results: list[Any] = []
 
+        # `trace_calls` returns no result, and the tree of the call shows it.
         def call(*arguments: Any) -> Any:
-            results.append(function(*arguments))
-            return results[0]
+            result = function(*arguments)
+            results.append(result)
+            return result
+
+        def ignore(*_: Any) -> None:
+            """Do nothing: `on_call` is for pictures, which draw the values."""
 
         call.__name__ = getattr(function, "__name__", type(function).__name__)
         try:
-            tree = trace_calls(call, lambda *_: None, *arguments)
+            tree = trace_calls(call, ignore, *arguments)
         except ValueError:
             if not results:  # the function has raised it
                 raise
@@ -425,9 +447,11 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
 
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     """Return the names of the first parameters of a function."""
-    names = list(inspect.signature(function).parameters)[:count]
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)[:count]
     for position in range(len(names), count):  # those of `*arrays` have none
-        names.append(f"argument {position + 1}")
+        number = position + 1
+        names.append(f"argument {number}")
     return names
 
 
@@ -455,8 +479,21 @@ def _arguments_at_points(
     if symbols:
         points = len(_SIZES[0])
     for point in range(points):
-        sizes = {name: numbers[point] for name, numbers in symbols.items()}
-        yield tuple(_array(array, sizes) for array in arrays)
+        sizes = _sizes_at(point, symbols)
+        arguments = [_array(array, sizes) for array in arrays]
+        yield tuple(arguments)
+
+
+def _sizes_at(point: int, symbols: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {name: numbers[point] for name, numbers in symbols.items()}
+
+
+def _numbers_text(sizes: Mapping[str, int]) -> str:
+    """Return the sizes as a text such as `b=101, t=103`."""
+    texts = []
+    for name, number in sizes.items():
+        texts.append(f"{name}={number}")
+    return ", ".join(texts)
 
 
 def _array(array: Any, sizes: Mapping[str, int]) -> Any:
@@ -467,8 +504,8 @@ def _array(array: Any, sizes: Mapping[str, int]) -> Any:
     shape = []
     for size in dimensions.split():
         number = evaluate_size(size, sizes)
-        if number < 0:
-            numbers = ", ".join(f"{name}={number}" for name, number in sizes.items())
+        if number < 0:  # such as `t-200`, where t is 101
+            numbers = _numbers_text(sizes)
             raise ValueError(f"{array!r}: {size} is {number} for {numbers}")
         shape.append(number)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -490,10 +527,8 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
         # The call may be inherited from another file than that of the methods.
         functions = [*_methods_written_in(kind), getattr(kind, called)]
     folders = set()
-    for each in functions:
-        code = None
-        if callable(each):
-            code = getattr(inspect.unwrap(each), "__code__", None)
+    for written_function in functions:
+        code = _code_of(written_function)
         if code is not None:
             folders.add(_folder(code.co_filename))
     if not folders:
@@ -507,15 +542,22 @@ def _methods_written_in(kind: type) -> Iterator[Any]:
     From Python 3.13 on, one of these is a function of the standard library's folder. The others
     have no source.
     """
-    for each in vars(kind).values():
-        if not callable(each):
+    for attribute in vars(kind).values():
+        if not callable(attribute):
             continue
-        written: Any = inspect.unwrap(each)
-        code = getattr(written, "__code__", None)
-        if code is None or written.__module__ != kind.__module__:
+        code = _code_of(attribute)
+        if code is None:
             continue
-        if linecache.getlines(code.co_filename):
-            yield each
+        is_own = inspect.unwrap(attribute).__module__ == kind.__module__
+        has_source = bool(linecache.getlines(code.co_filename))
+        if is_own and has_source:
+            yield attribute
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """Return the code of a function below its decorators; objects and built-in functions have
+    none."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 @functools.cache
@@ -584,9 +626,10 @@ class _Recording:
 
     def watch(self, call: TypedCall) -> None:
         """Note the annotations of a typed function, which is called next."""
-        code = getattr(inspect.unwrap(call.function), "__code__", None)
+        code = _code_of(call.function)
         if code is not None:
-            self._annotations[_place(code)] = call.annotations
+            place = _place(code)
+            self._annotations[place] = call.annotations
 
     def trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
         """Return what Python calls for each line of a frame, or None for one that isn't shown."""
@@ -603,40 +646,63 @@ class _Recording:
         if statements is None:
             return None
         is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
-        if not is_generator or place not in self.calls:  # one that goes on is called again
+        goes_on = is_generator and place in self.calls  # Python calls it again after each `yield`
+        if not goes_on:
             self.calls[place] = self.calls.get(place, 0) + 1
         annotations = self._annotations.get(place, {})
-        for name, value in dict(frame.f_locals).items():  # the arguments
-            self._add(place, statements.first, name, annotations.get(name), value)
-            if self.keeps_arrays:
-                caller = self._shown_caller(frame)
-                if caller is not None:
-                    self._note(value, *caller)
+        self._add_arguments(place, statements, annotations, frame)
         return self._trace_lines(place, statements, annotations.get("return"))
 
-    def _trace_lines(self, place: _Place, statements: "_Statements", result: Any) -> Any:
-        line: int | None = None  # of the statement that is running
-        return_line: int | None = None
+    def _add_arguments(
+        self,
+        place: _Place,
+        statements: "_Statements",
+        annotations: dict[str, Any],
+        frame: types.FrameType,
+    ) -> None:
+        """Record the arguments of a call that begins, at the line of its `def`."""
+        arguments = dict(frame.f_locals)
+        for name, value in arguments.items():
+            self._add(place, statements.first, name, annotations.get(name), value)
+        if not self.keeps_arrays:
+            return
+        # An argument that no line has set, such as a sum in the call, is made by the caller's line.
+        caller = self._shown_caller(frame)
+        if caller is None:
+            return
+        for value in arguments.values():
+            self._note(value, *caller)
+
+    def _trace_lines(self, place: _Place, statements: "_Statements", annotation: Any) -> Any:
+        """Return the function that Python calls for each event in one call of a function.
+
+        A `line` event comes before the line runs. So the variables that a statement has set are
+        read at the next event, unless it has raised an exception.
+        """
+        running: int | None = None  # the line of the statement that is running
+        last_return: int | None = None
         is_raising = False
 
         def trace_line(frame: types.FrameType, event: str, value: Any) -> Any:
-            nonlocal line, return_line, is_raising
+            nonlocal running, last_return, is_raising
             if event == "exception":
                 is_raising = True
             elif event == "line":
-                if line is not None and not is_raising:
-                    self._add_variables(place, statements, line, frame)
-                is_raising = False
-                line = statements.start_of(frame.f_lineno)
-                self.reached.add((place, line))
-                if line in statements.returns:
-                    return_line = line
-            elif event == "return" and not is_raising and line is not None:
-                self._add_variables(place, statements, line, frame)
+                if running is not None and not is_raising:
+                    self._add_variables(place, statements, running, frame)
+                is_raising = False  # if there was an exception, an `except` has caught it
+                running = statements.start_of(frame.f_lineno)
+                self.reached.add((place, running))
+                if running in statements.returns:
+                    last_return = running
+            # An exception that leaves the function ends it with such an event, too.
+            elif event == "return" and not is_raising and running is not None:
+                self._add_variables(place, statements, running, frame)
                 # A `with` statement ends after the `return` inside it.
-                self._returned[place] = return_line or line
-                self._add(place, return_line or line, "return", result, value)
-                self._note(value, frame, place, return_line or line)
+                line = last_return or running
+                self._returned[place] = line
+                self._add(place, line, "return", annotation, value)
+                self._note(value, frame, place, line)
             return trace_line
 
         return trace_line
@@ -647,12 +713,15 @@ class _Recording:
         """Record what a statement has set."""
         variables = dict(frame.f_locals)
         for name in statements.names.get(line, ()):
-            self._add(place, line, name, None, variables.get(name))
-            self._note(variables.get(name), frame, place, line)
+            value = variables.get(name)
+            self._add(place, line, name, None, value)
+            self._note(value, frame, place, line)
         for name, attribute in statements.attributes.get(line, ()):
+            owner = variables.get(name)
             # Not getattr, which would call properties.
-            attributes = getattr(variables.get(name), "__dict__", {})
-            self._add(place, line, f"{name}.{attribute}", None, attributes.get(attribute))
+            attributes = getattr(owner, "__dict__", {})
+            value = attributes.get(attribute)
+            self._add(place, line, f"{name}.{attribute}", None, value)
 
     def _add(self, place: _Place, line: int, name: str, annotation: Any, value: Any) -> None:
         shapes = _shapes(annotation, value)
@@ -668,14 +737,16 @@ class _Recording:
 
     def _note(self, value: Any, frame: types.FrameType, place: _Place, line: int) -> None:
         """Note the line that made an array, if it is the first that has it."""
-        if not self.keeps_arrays or not isinstance(value, jax.Array) or id(value) in self.made:
+        if not self.keeps_arrays or not isinstance(value, jax.Array):
+            return
+        if id(value) in self.made:
             return
         self._arrays.append(value)  # since the id of an array that is gone may be another's
         callers = []
         caller = self._shown_caller(frame)
         while caller is not None:
-            caller_frame, caller_place, number = caller
-            callers.append((caller_place.file, number))
+            caller_frame, caller_place, caller_line = caller
+            callers.append((caller_place.file, caller_line))
             caller = self._shown_caller(caller_frame)
         self.made[id(value)] = MadeAt(place.file, line, tuple(callers))
 
@@ -712,34 +783,46 @@ class _Recording:
             self.records.append(_text_record("reason", reason))
 
     def _find_failed_line(self, error: Exception) -> None:
-        found = None
+        innermost = None  # of the frames that are shown
         traceback = error.__traceback__
         while traceback is not None:
             frame = traceback.tb_frame
             if _place(frame.f_code) in self.calls:
-                found = traceback
-            # A function whose result is rejected has returned, so it has no frame any more.
-            code = getattr(frame.f_locals.get("function"), "__code__", None)
-            if code is not None and _is_contract(frame):
-                place = _place(code)
-                if self._rejects_result(error, place):
-                    self.failed = (place, self._returned[place])
-                    return
+                innermost = traceback
+            rejected = self._rejected_function(error, frame)
+            if rejected is not None:
+                self.failed = (rejected, self._returned[rejected])
+                return
             traceback = traceback.tb_next
-        if found is None:
+        if innermost is None:
             return
-        place = _place(found.tb_frame.f_code)
+        place = _place(innermost.tb_frame.f_code)
         statements = self.statements[place]
         assert statements is not None
-        line = statements.start_of(found.tb_lineno)
+        line = statements.start_of(innermost.tb_lineno)
         self.failed = (place, line)
-        values = dict(found.tb_frame.f_locals)
+        # The line has set nothing, so it shows what it has read.
+        variables = dict(innermost.tb_frame.f_locals)
         for name in statements.operands.get(line, ()):
-            self._add(place, line, name, None, values.get(name))
+            self._add(place, line, name, None, variables.get(name))
 
-    def _rejects_result(self, error: Exception, place: _Place) -> bool:
-        is_result = " returned a wrong result." in str(error).partition("\n")[0]
-        return isinstance(error, TypeCheckError) and is_result and place in self._returned
+    def _rejected_function(self, error: Exception, frame: types.FrameType) -> _Place | None:
+        """Return the function whose result is rejected in a frame of the contract.
+
+        It has returned, so it has no frame any more.
+        """
+        if not isinstance(error, TypeCheckError) or not _is_contract(frame):
+            return None
+        first_line = str(error).partition("\n")[0]
+        if " returned a wrong result." not in first_line:
+            return None
+        code = getattr(frame.f_locals.get("function"), "__code__", None)
+        if code is None:
+            return None
+        place = _place(code)
+        if place not in self._returned:  # one that isn't shown
+            return None
+        return place
 
 
 def _is_contract(frame: types.FrameType) -> bool:
@@ -752,13 +835,16 @@ def _typed_reason(error: Exception) -> str | None:
     if len(lines) != 4:
         return None
     subject = lines[0].removesuffix(".")
-    # The module of a user's file has a name that nobody has given it.
+    # The module of a user's file has a name that nobody has given it. It is that of a frame, or of
+    # the function that a frame of the contract checks.
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
-        function = frame.f_locals.get("function")
-        for module in (frame.f_globals.get("__name__"), getattr(function, "__module__", None)):
-            subject = subject.removeprefix(f"{module}.")
+        checked_function = frame.f_locals.get("function")
+        module = frame.f_globals.get("__name__")
+        module_of_checked = getattr(checked_function, "__module__", None)
+        subject = subject.removeprefix(f"{module}.")
+        subject = subject.removeprefix(f"{module_of_checked}.")
         traceback = traceback.tb_next
     expected = lines[1].removeprefix("Expected: ")
     got = lines[2].removeprefix("Got: ")
@@ -771,20 +857,29 @@ _TEXT = _Place("", "", 0)
 
 def _text_record(name: str, text: str) -> _Record:
     """Return a text as a record: each number in it is a size, and the words before it its name."""
+    # Neither a part of a word or of a decimal, nor a number with leading zeros, which `int` would
+    # remove.
+    whole_number = r"(?<![\w.])(?:0|[1-9]\d*)(?!\w)"
     dimensions: list[tuple[str, Any]] = []
     end = 0
-    for number in re.finditer(r"(?<![\w.])(?:0|[1-9]\d*)(?!\w)", text):
-        dimensions.append((text[end : number.start()], int(number[0])))
-        end = number.end()
-    return _Record(_TEXT, 0, name, (Shape(text[end:], tuple(dimensions)),))
+    for found in re.finditer(whole_number, text):
+        words_before = text[end : found.start()]
+        dimensions.append((words_before, int(found[0])))
+        end = found.end()
+    rest = text[end:]
+    return _Record(_TEXT, 0, name, (Shape(rest, tuple(dimensions)),))
 
 
+# The inverse of `_text_record`.
 def _text_of(records: Sequence[_Record], name: str) -> str | None:
     for record in records:
         if record.place == _TEXT and record.name == name:
             (shape,) = record.shapes
-            parts = [f"{words}{size}" for words, size in shape.dimensions]
-            return "".join(parts) + shape.dtype
+            text = ""
+            for words_before, size in shape.dimensions:
+                text += f"{words_before}{size}"
+            rest = shape.dtype
+            return text + rest
     return None
 
 
@@ -837,10 +932,7 @@ def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:
     """Return the statistics of each array in a value, or of all of them if they have one shape."""
     if isinstance(value, nnx.Variable):
         value = value[...]
-    arrays = []
-    for leaf in jax.tree.leaves(value):
-        if isinstance(leaf, (jax.Array, np.ndarray)):
-            arrays.append(leaf)
+    arrays = _arrays_among(jax.tree.leaves(value))
     if len(arrays) == count:
         return tuple(statistics_of([array]) for array in arrays)
     return (statistics_of(arrays),) * count
@@ -852,19 +944,28 @@ def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
         shapes = shapes_of(annotation, value)
         if shapes:
             return tuple(shapes)
-    if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, nnx.Variable)):
+    if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct, nnx.Variable)):
         return (_shape(value),)
     if dataclasses.is_dataclass(value):
-        return tuple(shapes_of(type(value), value))
+        shapes = shapes_of(type(value), value)
+        return tuple(shapes)
     if not isinstance(value, (tuple, list, dict)):
         return ()
-    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is not value and _is_object(leaf))
-    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
+
+    # An object in a list, such as a module, is one leaf: its weights would fill pages.
+    def is_leaf(part: Any) -> bool:
+        return part is not value and _is_object(part)
+
+    arrays = _arrays_among(jax.tree.leaves(value, is_leaf=is_leaf))
     if not arrays:
         return ()
     if len(arrays) > MOST_LEAVES:
         return (Shape(f"{len(arrays)} arrays", ()),)
     return tuple(_shape(array) for array in arrays)
+
+
+def _arrays_among(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
 
 def _is_object(value: Any) -> bool:
@@ -873,16 +974,20 @@ def _is_object(value: Any) -> bool:
 
 def _shape(array: Any) -> Shape:
     dtype = array.dtype.name
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # its own name is `key<fry>`
         dtype = "key"
-    return Shape(dtype, tuple(("", size) for size in array.shape))
+    dimensions = [("", size) for size in array.shape]
+    return Shape(dtype, tuple(dimensions))
 
 
 def _tree_of_records(records: list[_Record]) -> dict[Any, tuple[Shape, ...]]:
     """Return the shapes of records by what they are the shapes of, in their order."""
+    # The keys are a part of the tree's structure, so that only calls that set the same names in
+    # the same lines are compared.
     tree = {}
     for index, record in enumerate(records):
-        tree[index, record.place, record.line, record.name] = record.shapes
+        key = (index, record.place, record.line, record.name)
+        tree[key] = record.shapes
     return tree
 
 
@@ -914,21 +1019,23 @@ class _Statements:
         if isinstance(statement, ast.Return):
             self.returns.add(line)
         for part in _own_parts(statement):
-            for number in range(part.lineno, (part.end_lineno or part.lineno) + 1):
+            last = part.end_lineno or part.lineno
+            for number in range(part.lineno, last + 1):
                 self._starts.setdefault(number, line)
-            node: Any
             for node in _walk(part):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    names = self.names.setdefault(line, [])
-                    if node.id not in names:
-                        names.append(node.id)
-                elif isinstance(node, ast.Name):
-                    names = self.operands.setdefault(line, [])
-                    if node.id not in names:
-                        names.append(node.id)
-                elif _is_attribute_set(node):
-                    attributes = self.attributes.setdefault(line, [])
-                    attributes.append((node.value.id, node.attr))
+                self._read_node(node, line)
+
+    def _read_node(self, node: Any, line: int) -> None:
+        if isinstance(node, ast.Name):
+            names = self.operands
+            if isinstance(node.ctx, ast.Store):
+                names = self.names
+            names_of_line = names.setdefault(line, [])
+            if node.id not in names_of_line:
+                names_of_line.append(node.id)
+        elif _is_attribute_set(node):
+            attributes = self.attributes.setdefault(line, [])
+            attributes.append((node.value.id, node.attr))
 
     def start_of(self, line: int) -> int:
         """Return the first line of the statement that a line is a part of."""
@@ -942,9 +1049,13 @@ class _Statements:
         """
         if line in self._starts:
             return self._starts[line]
-        starts = self._starts.values()
-        later = [start for start in starts if start > line]
-        return min(later, default=max(starts, default=line))
+        starts = sorted(self._starts.values())
+        for start in starts:
+            if start > line:
+                return start
+        if not starts:  # a function of a docstring alone
+            return line
+        return starts[-1]
 
 
 def _is_never_executed(statement: ast.stmt) -> bool:
@@ -987,7 +1098,10 @@ def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
     for field, child in ast.iter_fields(statement):
         if field in _BLOCKS:
             continue
-        for node in child if isinstance(child, list) else [child]:
+        nodes = child
+        if not isinstance(child, list):
+            nodes = [child]
+        for node in nodes:
             if isinstance(node, ast.expr):
                 parts.append(node)
             elif isinstance(node, ast.withitem):
@@ -1010,19 +1124,24 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 def _read_statements(code: types.CodeType) -> _Statements | None:
     """Return the statements of a function, or None if its source can't be read."""
-    tree = _tree(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+    source = "".join(linecache.getlines(code.co_filename))
+    tree = _tree(source)
     if tree is None:
         return None
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            decorated = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            if code.co_firstlineno in (decorated, node.lineno):
-                return _Statements(node)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        # Two classes of a file may have methods of one name; the line tells them apart.
+        first_lines = [node.lineno]
+        if node.decorator_list:  # Python counts decorators as a part of the function
+            first_lines.append(node.decorator_list[0].lineno)
+        if node.name == code.co_name and code.co_firstlineno in first_lines:
+            return _Statements(node)
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(_: str, source: str) -> ast.Module | None:
+def _tree(source: str) -> ast.Module | None:
     try:
         return ast.parse(source)
     except SyntaxError:  # the file was changed since it was imported
@@ -1034,32 +1153,47 @@ def _function_source(
 ) -> FunctionSource:
     statements = recording.statements[place]
     assert statements is not None
-    counts: dict[int, dict[tuple[str, tuple[Shape, ...]], list[_Record]]] = {}
-    for record in records:
-        if record.place == place:
-            values = counts.setdefault(record.line, {})
-            key = (record.name, record.shapes)
-            values.setdefault(key, []).append(record)
+    values_of_lines = _values_of_lines(place, records)
+    not_finite = None
+    if recording.not_finite is not None:
+        not_finite_place, not_finite_line, _ = recording.not_finite
+        not_finite = (not_finite_place, not_finite_line)
     lines = []
     for number in range(statements.first, statements.last + 1):
-        is_reached = (place, statements.start_below(number)) in recording.reached
-        has_failed = recording.failed == (place, number)
         text = linecache.getline(place.file, number).rstrip("\n")
-        found = []
-        for (name, shapes), alike in counts.get(number, {}).items():
-            statistics = tuple(record.statistics for record in alike if record.statistics)
-            found.append(LineValue(name, shapes, len(alike), statistics))
-        is_not_finite = False
-        if recording.not_finite is not None:
-            is_not_finite = recording.not_finite[:2] == (place, number)
+        has_failed = recording.failed == (place, number)
+        statement = (place, statements.start_below(number))
         line = SourceLine(
-            number, text, tuple(found), is_reached, has_failed, is_not_finite=is_not_finite
+            number,
+            text,
+            tuple(values_of_lines.get(number, ())),
+            is_reached=statement in recording.reached,
+            has_failed=has_failed,
+            is_not_finite=not_finite == (place, number),
         )
         lines.append(line)
-        if has_failed:
+        if has_failed:  # what is below hasn't run
             break
     calls = recording.calls[place]
     return FunctionSource(_short(place.file), place.name, calls, tuple(lines), place.file)
+
+
+def _values_of_lines(place: _Place, records: list[_Record]) -> dict[int, list[LineValue]]:
+    """Return the values of each line of a function; records with the same shapes are one value."""
+    records_alike: dict[tuple[int, str, tuple[Shape, ...]], list[_Record]] = {}
+    for record in records:
+        if record.place == place:
+            key = (record.line, record.name, record.shapes)
+            records_alike.setdefault(key, []).append(record)
+    values: dict[int, list[LineValue]] = {}
+    for (line, name, shapes), alike in records_alike.items():
+        statistics = []
+        for record in alike:
+            if record.statistics:
+                statistics.append(record.statistics)
+        value = LineValue(name, shapes, len(alike), tuple(statistics))
+        values.setdefault(line, []).append(value)
+    return values
 
 
 def _short(file: str) -> str:
@@ -1069,9 +1203,12 @@ def _short(file: str) -> str:
     if path.parent.name.startswith("ipykernel_"):
         return "cell"
     shortest = path
-    for folder in (Path.cwd(), *map(Path, sys.path)):
-        if folder.is_absolute() and path.is_relative_to(folder):
-            relative = path.relative_to(folder)
-            if len(relative.parts) < len(shortest.parts):
-                shortest = relative
+    folders = [Path.cwd(), *map(Path, sys.path)]
+    for folder in folders:
+        # `sys.path` may have an empty entry, which is the working directory.
+        if not folder.is_absolute() or not path.is_relative_to(folder):
+            continue
+        relative = path.relative_to(folder)
+        if len(relative.parts) < len(shortest.parts):
+            shortest = relative
     return str(shortest)
