@@ -26,17 +26,20 @@ def by_dimension(hint: Any, values: Sequence[Value]) -> Iterator[tuple[str, Sequ
     length_of_variadic = len(values) - len(names) + 1
     start = 0
     for name in names:
+        is_variadic = name.lstrip("?").startswith(("*", "..."))
         length = 1
-        if name.lstrip("?").startswith(("*", "...")):
+        if is_variadic:
             length = length_of_variadic
-        yield name, values[start : start + length]
-        start += length
+        end = start + length
+        yield name, values[start:end]
+        start = end
 
 
 def is_shaped(value: Any) -> bool:
     """Return whether a value has the attributes of an array."""
-    # `shape` is not enough: `nnx.Rngs` makes a stream for any attribute.
-    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+    # The attribute alone is not enough: `nnx.Rngs` makes a stream for any name.
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and hasattr(value, "dtype")
 
 
 class _Repr(reprlib.Repr):
@@ -45,11 +48,12 @@ class _Repr(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if is_shaped(x):
-            sizes = ",".join(str(size) for size in x.shape)
+            sizes = ",".join(map(str, x.shape))
             return f"{x.dtype}[{sizes}]"
         # The text of an object may be pages long, for example that of a module with its weights.
-        if type(x).__module__ != "builtins":
-            return f"{type(x).__name__} object"
+        kind = type(x)
+        if kind.__module__ != "builtins":
+            return f"{kind.__name__} object"
         return super().repr1(x, level)
 
 
@@ -74,4 +78,5 @@ def describe_annotation(hint: Any) -> str:
             return ""
         return quoted
 
-    return re.sub(quoted_or_module, without_module, text).replace("'", '"')
+    plain = re.sub(quoted_or_module, without_module, text)
+    return plain.replace("'", '"')  # dimensions are written with double quotes

@@ -42,22 +42,24 @@ def parse_array(array: str) -> tuple[Any, str]:
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
     if found is None:
         raise problem
+    dtype_name, dimensions = found.groups()
     try:
-        dtype = jnp.dtype(_SHORT_DTYPES.get(found[1], found[1]))
-        sizes = make_shape(found[2], jax.export.SymbolicScope())
+        dtype = jnp.dtype(_SHORT_DTYPES.get(dtype_name, dtype_name))
+        sizes = make_shape(dimensions, jax.export.SymbolicScope())
     # An unknown dtype raises TypeError, an expression that JAX can't read ValueError.
     except (TypeError, ValueError):
         raise problem from None
     for size in sizes:
+        # Whether a symbolic size is negative is known only with its numbers.
         if not isinstance(size, Size) and size < 0:
             raise problem
-    return dtype, found[2]
+    return dtype, dimensions
 
 
 def evaluate_size(text: str, numbers: Mapping[str, int]) -> int:
     """Return the number of a size such as `4*t`, where each name has a number."""
     (size,) = make_shape(text, jax.export.SymbolicScope())
-    return _evaluate(size, {rename_for_jax(name): number for name, number in numbers.items()})
+    return _evaluate(size, numbers)
 
 
 def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any]:
@@ -69,7 +71,8 @@ def make_shape(dimensions: str, scope: jax.export.SymbolicScope) -> Sequence[Any
 def names_in(text: str) -> list[str]:
     """Return the sizes that a text names, without functions."""
     functions = ("max", "min", *SIZE_FUNCTIONS)  # all functions in JAX's text of a size
-    return [name for name in re.findall(_NAME, text) if name not in functions]
+    words = re.findall(_NAME, text)
+    return [word for word in words if word not in functions]
 
 
 def rename_for_jax(text: str) -> str:
@@ -99,9 +102,11 @@ def restore_names(text: str) -> str:
 def require_readable(where: tuple[str, ...], names: list[str]) -> None:
     """Raise ValueError for constraints that can't be read, name other sizes, or contradict each
     other."""
-    unknown = set(names_in(" ".join(where))) - set(names)
+    names_in_constraints = set(names_in(" ".join(where)))
+    unknown = names_in_constraints - set(names)
     if unknown:
-        raise ValueError(f"where={list(where)} names {min(unknown)}, a size that no array has")
+        name = min(unknown)  # one of them, the same in each run
+        raise ValueError(f"where={list(where)} names {name}, a size that no array has")
     try:
         scope = make_scope(where)
         for constraint in where:
@@ -140,24 +145,29 @@ def make_scope(case: tuple[str, ...]) -> jax.export.SymbolicScope:
             others.append(constraint)
     # JAX doesn't compare numbers with numbers.
     for constraint in case:
-        are_fixed = numbers.keys() >= set(names_in(constraint))
+        names = set(names_in(constraint))
+        are_fixed = names <= numbers.keys()
         if are_fixed and not _holds(constraint, numbers):
             raise ValueError("unsatisfiable")
     # Fixed sizes come first, since JAX substitutes them in later constraints.
-    return jax.export.SymbolicScope([rename_for_jax(text) for text in fixing + others])
+    constraints_for_jax = [rename_for_jax(constraint) for constraint in fixing + others]
+    return jax.export.SymbolicScope(constraints_for_jax)
 
 
 def _holds(constraint: str, numbers: dict[str, int]) -> bool:
     """Return whether a constraint holds for sizes that are numbers."""
     left, comparison, right = _sides(constraint, jax.export.SymbolicScope())
-    values = {rename_for_jax(name): number for name, number in numbers.items()}
+    left_number = _evaluate(left, numbers)
+    right_number = _evaluate(right, numbers)
     compare = COMPARISONS[comparison]
-    return compare(_evaluate(left, values), _evaluate(right, values))
+    return compare(left_number, right_number)
 
 
-def _evaluate(size: Any, values: dict[str, int]) -> int:
+def _evaluate(size: Any, numbers: Mapping[str, int]) -> int:
+    """Return the number of a size in a scope without constraints."""
     if not isinstance(size, Size):
         return size
+    values = {rename_for_jax(name): number for name, number in numbers.items()}
     # A private method: in a scope where `b == 1`, JAX leaves `mod(1, 8)` unevaluated. If JAX
     # changes the method, a test reports what broke.
     return size._evaluate(values)
@@ -167,8 +177,9 @@ def _sides(constraint: str, scope: jax.export.SymbolicScope) -> tuple[Any, str, 
     """Return the two sides of a constraint as sizes, and the comparison between them."""
     left, comparison, right = re.split("(==|>=|<=)", constraint)
     # JAX reads shapes rather than sizes, so the sides are two dimensions, separated by a space.
-    dimensions = f"{left.replace(' ', '')} {right.replace(' ', '')}"
-    left_size, right_size = make_shape(dimensions, scope)
+    left = left.replace(" ", "")
+    right = right.replace(" ", "")
+    left_size, right_size = make_shape(f"{left} {right}", scope)
     return left_size, comparison, right_size
 
 
@@ -187,15 +198,16 @@ def is_open(size: Any) -> bool:
 
 def split_question(question: str) -> list[str]:
     """Split an open question, JAX's text of a comparison, into cases that cover all sizes."""
-    found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", restore_names(question))
+    readable = restore_names(question)
+    found = re.search(r"'([^']*)' (>=|>|<=|<|==) '([^']*)'", readable)
     if not found:
         return []
     left, comparison, right = found.groups()
     # JAX accepts no equality of a difference: `t - 4 == 0` becomes `t == 4`.
     difference = re.fullmatch(r"(.+) - (\d+)", left)
     if comparison == "==" and difference and right.isdigit():
-        left = difference[1]
-        right = str(int(right) + int(difference[2]))
+        left, subtracted = difference.groups()
+        right = str(int(right) + int(subtracted))
     # Sizes are integers, so the opposite of `t <= 8` is `t >= 9`.
     less = f"{left} <= {right} - 1"
     more = f"{left} >= {right} + 1"
@@ -206,9 +218,9 @@ def split_question(question: str) -> list[str]:
         case "==":
             equal = f"{left} == {right}"
             # No size is below 1, and a size without a subtraction is not below 0.
-            is_least = right == "1" and left.isidentifier()
-            is_least = is_least or (right == "0" and "-" not in left)
-            if is_least:
+            is_least_size = right == "1" and left.isidentifier()
+            is_least_sum = right == "0" and "-" not in left
+            if is_least_size or is_least_sum:
                 return [equal, more]
             return [equal, more, less]
         case ">=" | "<":

@@ -71,14 +71,14 @@ class ShapeTrace:
         # The call itself is the first line, and its results are the last ones.
         rows = self._rows(0, depth, "")[1:]
         rows.append(_Row(0, "result", self.results))
-        width = max(2 * row.level + len(row.name) for row in rows if row.shapes)
-
-        arguments = []
-        for name, shapes in self.arguments.items():
-            arguments.append(f"{name}: {', '.join(map(str, shapes))}")
-        lines = [f"{self.name}({', '.join(arguments)})"]
+        width = 0
         for row in rows:
-            label = "  " * row.level + row.name
+            if row.shapes:  # a row without shapes has nothing that must be aligned
+                width = max(width, len(row.label))
+
+        lines = [self._heading()]
+        for row in rows:
+            label = row.label
             if not row.shapes:
                 lines.append(label)
             for shape in row.shapes:
@@ -86,8 +86,18 @@ class ShapeTrace:
                 label = ""  # further results are below the first
         return lines
 
+    def _heading(self) -> str:
+        """Return the call with the shapes of its arguments."""
+        arguments = []
+        for name, shapes in self.arguments.items():
+            texts = ", ".join(map(str, shapes))
+            arguments.append(f"{name}: {texts}")
+        all_arguments = ", ".join(arguments)
+        return f"{self.name}({all_arguments})"
+
     def _rows(self, level: int, depth: int | None, path: str) -> list["_Row"]:
-        rows = [_Row(level, self.name.removeprefix(f"{path}."), self.results)]
+        name_inside = self.name.removeprefix(f"{path}.")
+        rows = [_Row(level, name_inside, self.results)]
         if depth is not None and level >= depth:
             return rows
         # The names of a module's calls begin with it; a function has no path of its own.
@@ -98,8 +108,9 @@ class ShapeTrace:
             rows += call._rows(level + 1, depth, path_inside)
             if names_alike:
                 text = names_alike[0]
-                if len(names_alike) > 1:
-                    text += f" to {names_alike[-1].rpartition('.')[2]}"
+                if len(names_alike) > 1:  # `blocks.1 to 11: the same`
+                    _, _, last_number = names_alike[-1].rpartition(".")
+                    text += f" to {last_number}"
                 rows.append(_Row(level + 1, f"{text}: the same", []))
         return rows
 
@@ -110,11 +121,13 @@ class ShapeTrace:
         text = html.escape(str(self))
         colours = name_colours(text)
 
-        def coloured(match: re.Match[str]) -> str:
+        def in_colour(match: re.Match[str]) -> str:
             name = match[0]
-            return f'<span style="color:{colours[name]}">{name}</span>'
+            colour = colours[name]
+            return f'<span style="color:{colour}">{name}</span>'
 
-        return f"<pre>{re.sub(NAME, coloured, text)}</pre>"
+        coloured = re.sub(NAME, in_colour, text)
+        return f"<pre>{coloured}</pre>"
 
     def as_json(self) -> dict[str, Any]:
         """Return the tree as plain data."""
@@ -128,6 +141,11 @@ class _Row:
     level: int
     name: str
     shapes: list[Shape]
+
+    @property
+    def label(self) -> str:
+        """The name, indented."""
+        return "  " * self.level + self.name
 
 
 def _without_repetition(calls: list[ShapeTrace]) -> Iterator[tuple[ShapeTrace, list[str]]]:
@@ -162,16 +180,18 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
     Arguments are arrays or `jax.ShapeDtypeStruct`; nothing is computed. A method or function that
     only calls modules is left out. Raises ValueError if no call in it is typed.
     """
-    found: list[ShapeTrace] = []
+    # The tree isn't returned by `trace`, since what `eval_shape` returns must be arrays.
+    trees: list[ShapeTrace] = []
 
     def ignore(*_: Any) -> None:
         """Do nothing: `on_call` is for pictures, which draw the values."""
 
     def trace(*args: Any, **kwargs: Any) -> None:
-        found.append(trace_calls(function, ignore, *args, **kwargs))
+        tree = trace_calls(function, ignore, *args, **kwargs)
+        trees.append(tree)
 
     jax.eval_shape(trace, *args, **kwargs)
-    return found[0]
+    return trees[0]
 
 
 def trace_calls(
@@ -182,8 +202,9 @@ def trace_calls(
 ) -> ShapeTrace:
     """Record the tree of a call while it runs; `on_call` gets each node, the call and the
     result."""
-    root = ShapeTrace("", getattr(function, "__name__", type(function).__name__), {})
-    # The calls that are running, and whether a module's call is among them.
+    function_name = getattr(function, "__name__", type(function).__name__)  # a module has no name
+    root = ShapeTrace("", function_name, {})
+    # The calls that are running, and for each whether it is in a module's call.
     stack = [root]
     in_module = [False]
 
@@ -193,19 +214,22 @@ def trace_calls(
         is_module = name == "__call__"
         if is_module:
             name = call.path or type(owner).__name__
-        traced = ShapeTrace(call.path, name, _shapes_of_arguments(call))
+        arguments = _shapes_of_arguments(call)
+        traced = ShapeTrace(call.path, name, arguments)
         stack.append(traced)
-        in_module.append(in_module[-1] or isinstance(owner, nnx.Module))
+        is_in_module = in_module[-1] or isinstance(owner, nnx.Module)
+        in_module.append(is_in_module)
 
         def leave(result: Any) -> Any:
-            traced.results = shapes_of(call.annotations.get("return"), result)
+            annotation = call.annotations.get("return")
+            traced.results = shapes_of(annotation, result)
             stack.pop()
-            was_in_module = in_module.pop()
+            in_module.pop()
             caller = stack[-1]
             # The name of a module's call is its path.
             calls_modules = any(inner.path == inner.name for inner in traced.calls)
             # Such as `hidden`, which would show each block one level deeper than in the code.
-            passes_on = was_in_module and not is_module and calls_modules
+            passes_on = is_in_module and not is_module and calls_modules
             # A base class's call; the module's own call is in the tree.
             is_super = is_module and len(stack) > 1 and caller.name == traced.name
             is_private = not is_module and name.startswith("_")
@@ -287,10 +311,12 @@ def _shapes_of_record(record: type, value: Any) -> list[Shape]:
     shapes = []
     for entry in dataclasses.fields(record):
         annotation = hints[entry.name]
+        alternatives = (annotation, *get_args(annotation))  # an array may be optional
         # A train state has trees of arrays, which would fill pages.
-        if not any(is_array(part) for part in (annotation, *get_args(annotation))):
+        if not any(map(is_array, alternatives)):
             return []
-        shapes += shapes_of(annotation, getattr(value, entry.name, None))
+        array = getattr(value, entry.name, None)
+        shapes += shapes_of(annotation, array)
     return shapes
 
 
@@ -310,13 +336,15 @@ def _plain(name: str) -> str:
     `{self.config.embed_dim}` is embed_dim, and `2*{self.embed_dim}` is 2*embed_dim.
     """
     plain = name.lstrip("?*#")
-    plain = re.sub(r"(?:\w+\.)+(\w+)", r"\1", plain)
-    plain = re.sub(r"^\{([^{}]*)\}$", r"\1", plain)
-    plain = re.sub(r"\{(\w+)\}", r"\1", plain)
-    # Braces are computed before what is around them.
+    plain = re.sub(r"(?:\w+\.)+(\w+)", r"\1", plain)  # `self.config.embed_dim`
+    plain = re.sub(r"^\{([^{}]*)\}$", r"\1", plain)  # one pair of braces around all
+    plain = re.sub(r"\{(\w+)\}", r"\1", plain)  # braces around a single word
+    # The other braces are computed before what is around them.
     plain = plain.replace("{", "(").replace("}", ")")
     # A number such as 4 is no name: its size would be shown as `4=4`.
+    has_letter = re.search(r"[A-Za-z]", plain) is not None
+    is_arithmetic = re.fullmatch(r"[\w*/+()-]+", plain) is not None
     has_call = re.search(r"\w\(", plain) is not None
-    if has_call or not re.search(r"[A-Za-z]", plain) or not re.fullmatch(r"[\w*/+()-]+", plain):
-        return ""
-    return plain
+    if has_letter and is_arithmetic and not has_call:
+        return plain
+    return ""
