@@ -56,7 +56,7 @@ def _union_mismatch(hint: Any, value: Any) -> str:
     """Return the reason for `X | None`, the most common union, or for several alternatives."""
     alternatives = [part for part in get_args(hint) if part is not types.NoneType]
     matches = value is None
-    if len(alternatives) > 1:
+    if len(alternatives) > 1:  # `A | B`, with None or without
         matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
     if matches:
         return ""
@@ -68,7 +68,8 @@ def _tuple_mismatch(hint: Any, value: Any) -> str:
     parts = get_args(hint)
     if not isinstance(value, tuple) or len(value) != len(parts):
         return f"it is not a tuple of {len(parts)}"
-    for index, (part, item) in enumerate(zip(parts, value, strict=True)):
+    for index, part in enumerate(parts):
+        item = value[index]
         reason = mismatch(part, item)
         if reason:
             return f"item {index} is {describe_value(item)}: {reason}"
@@ -117,7 +118,7 @@ def array_mismatch(hint: Any, value: Any) -> str:
         library = "NumPy"
         function = "np.asarray"
     can_be_converted = is_shaped(value) or isinstance(value, (list, tuple, int, float))
-    if can_be_converted and not advice:
+    if can_be_converted and not advice:  # an array of numbers is no key
         advice = f": {function} makes one"
     kind = type(value).__name__
     if isinstance(value, jax.Array):
@@ -158,13 +159,21 @@ def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
     for dimension in dict.fromkeys(dimensions):  # each once, in the order of the text
         # A name may be bound as one dimension or as several.
         for pattern in (dimension, f"*{dimension}"):
-            # a brace that can't be evaluated is the reason itself
-            with contextlib.suppress(Exception):
-                reason = _jaxtyping_mismatch(Shaped[np.ndarray, pattern], _IMPOSSIBLE_SIZE)
-                found = re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", reason)
-                if found:
-                    yield dimension, found[1]
-                    break
+            size = _bound_size(pattern)
+            if size is not None:
+                yield dimension, size
+                break
+
+
+def _bound_size(pattern: str) -> str | None:
+    # A brace that can't be evaluated is the reason itself.
+    with contextlib.suppress(Exception):
+        reason = _jaxtyping_mismatch(Shaped[np.ndarray, pattern], _IMPOSSIBLE_SIZE)
+        # The size is a number or a tuple: `... existing value of batch=3`.
+        found = re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", reason)
+        if found:
+            return found[1]
+    return None
 
 
 # --- trees of arrays -----------------------------------------------------------------------------
@@ -206,7 +215,8 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
         leaf_hint = hint.leaftype
         if has_own_sizes:
             leaf_hint = _leaf_annotation(leaf_hint, suffix)
-        reason = mismatch(leaf_hint, leaf).replace(suffix, "")
+        reason = mismatch(leaf_hint, leaf)
+        reason = reason.replace(suffix, "")  # the user knows no suffix
         if reason:
             # Paths are slow to make, so only the wrong leaf's path is made.
             path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
@@ -221,7 +231,8 @@ def _tree_mismatch(hint: Any, tree: Any) -> str:
 @functools.cache
 def _leaf_annotation(hint: Any, suffix: str) -> Any:
     """Make an array annotation for one leaf: `?size` becomes `size_LEAF`."""
-    dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", hint.dim_str)
+    own_size = r"\?(\*?\w+)"
+    dimensions = re.sub(own_size, rf"\1{suffix}", hint.dim_str)
     return hint.dtype[hint.array_type, dimensions]
 
 
@@ -231,7 +242,7 @@ def _leaf_annotation(hint: Any, suffix: str) -> Any:
 def _with_numbers(value: Any) -> Any:
     """Replace each symbolic size in a value by an integer, since beartype rejects symbols."""
     if type(value) is tuple:  # not a subclass, whose constructor may differ
-        return tuple(_with_numbers(item) for item in value)
+        return tuple(map(_with_numbers, value))
     if _is_symbolic(value):
         return 1
     return value
@@ -255,23 +266,28 @@ def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for value in values:
-        sizes = (value,)
+        sizes = (value,)  # an integer argument may be a size itself
         if is_shaped(value):
             sizes = value.shape
         for size in sizes:
             if _is_symbolic(size):
                 found |= _symbols_of(size)
-    if found:
-        found |= SIZE_FUNCTIONS  # braces such as {x.shape[0]//2} make them of sizes without any
-    return {name: symbol for name, symbol in found.items() if name not in own_names}
+    if not found:  # nearly always
+        return found
+    found |= SIZE_FUNCTIONS  # braces such as {x.shape[0]//2} make them of sizes without any
+    for name in own_names:
+        found.pop(name, None)
+    return found
 
 
 def _symbols_of(size: Any) -> dict[str, Any]:
     """Return the symbols in JAX's text of a size, such as `b*floordiv(t, 2)`."""
     import jax
 
+    functions = ("max", "min", *SIZE_FUNCTIONS)  # Python has the first two itself
     found: dict[str, Any] = {}
     for name in re.findall(r"[A-Za-z_]\w*", str(size)):
-        if name not in ("max", "min", *SIZE_FUNCTIONS):  # Python has the first two itself
-            (found[name],) = jax.export.symbolic_shape(name, scope=size.scope)
+        if name not in functions:
+            (symbol,) = jax.export.symbolic_shape(name, scope=size.scope)
+            found[name] = symbol
     return found

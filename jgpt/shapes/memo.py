@@ -31,15 +31,28 @@ class RememberedCall:
 
     def __init__(self, sizes: dict[str, tuple[Any, ...]]) -> None:
         self.results: dict[Any, None] = {}
+        self._bindings: list[tuple[Any, Any]] = []
+        """Annotations, and arrays whose check binds the sizes: mostly one for all sizes."""
+        single = []
+        variadic = []
+        for name in sizes:
+            if name.startswith("*"):
+                variadic.append(name)
+            else:
+                single.append(name)
         # An annotation has at most one dimension of any length, so a second one needs its own.
-        single = [name for name in sizes if not name.startswith("*")]
-        variadic = [name for name in sizes if name.startswith("*")]
-        groups = [single + variadic[:1], *([name] for name in variadic[1:])]
-        self._bindings = []
-        for names in groups:
-            shape = tuple(size for name in names for size in sizes[name])
-            if names:
-                self._bindings.append((Shaped[Any, " ".join(names)], fake_array(*shape)))
+        self._add_binding(single + variadic[:1], sizes)
+        for name in variadic[1:]:
+            self._add_binding([name], sizes)
+
+    def _add_binding(self, names: list[str], sizes: dict[str, tuple[Any, ...]]) -> None:
+        if not names:
+            return
+        shape: list[Any] = []
+        for name in names:
+            shape += sizes[name]
+        annotation = Shaped[Any, " ".join(names)]
+        self._bindings.append((annotation, fake_array(*shape)))
 
     def remember_result(self, key: Any) -> None:
         """Remember that a result of the call passed the check."""
@@ -72,17 +85,18 @@ class Memo:
 
     def _read_annotations(self, signature: inspect.Signature) -> bool:
         """Make the readers of all annotations; return whether there is one for each of them."""
+        several_values = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         for name, parameter in signature.parameters.items():
             reader = _reader(self._hints.get(name, Any))
-            is_one_value = parameter.kind not in (
-                inspect.Parameter.VAR_POSITIONAL,
-                inspect.Parameter.VAR_KEYWORD,
-            )
-            if reader is None or not (is_one_value or reader is _read_nothing):
+            if reader is None:
                 return False
-            if reader is not _read_nothing:
-                self._readers[name] = reader
-        result_reader = _reader(self._hints.get("return", Any))
+            if reader is _read_nothing:  # anything matches, so it is no part of the key
+                continue
+            if parameter.kind in several_values:
+                return False
+            self._readers[name] = reader
+        result_hint = self._hints.get("return", Any)
+        result_reader = _reader(result_hint)
         if result_reader is None:
             return False
         self._result_reader = result_reader
@@ -90,7 +104,7 @@ class Memo:
         try:
             for name in self._readers:
                 self._sizes += _sizes_in(self._hints[name], names)
-            self._result_sizes += _sizes_in(self._hints.get("return", Any), names)
+            self._result_sizes += _sizes_in(result_hint, names)
         except _UnknownSizeError:
             return False
         return True
@@ -159,9 +173,10 @@ def _reader(hint: Any) -> _Reader | None:
 
 def _binds_sizes(hint: Any) -> bool:
     """Return whether there are arrays or trees in an annotation."""
-    if is_array(hint) or getattr(hint, "__module__", "") == "jaxtyping":
+    is_tree = getattr(hint, "__module__", "") == "jaxtyping"
+    if is_tree or is_array(hint):
         return True
-    return any(_binds_sizes(part) for part in get_args(hint))
+    return any(map(_binds_sizes, get_args(hint)))
 
 
 def _read_nothing(_: Any) -> Any:
@@ -211,7 +226,7 @@ def _union_reader(hint: Any) -> _Reader | None:
         else:
             others.append(alternative)
     # Which one of two array annotations binds its sizes depends on more than one key.
-    if len(arrays) != 1 or any(_binds_sizes(part) for part in others):
+    if len(arrays) != 1 or any(map(_binds_sizes, others)):
         return None
     read_array = _array_reader(arrays[0])
     if read_array is None:
@@ -279,19 +294,20 @@ class _UnknownSizeError(Exception):
 
 def _sizes_in(hint: Any, names: set[str]) -> list[_Reader]:
     """Return a reader of the arguments for each size that the braces of an annotation name."""
-    if is_array(hint):
-        found = []
-        for dimension in hint.dim_str.split():
-            if "{" in dimension:
-                for path in _paths_in(dimension):
-                    if path.partition(".")[0] not in names:
-                        raise _UnknownSizeError
-                    found.append(_size_reader(path))
-        return found
-    sizes = []
-    for part in get_args(hint):
-        sizes += _sizes_in(part, names)
-    return sizes
+    readers = []
+    if not is_array(hint):
+        for part in get_args(hint):
+            readers += _sizes_in(part, names)
+        return readers
+    for dimension in hint.dim_str.split():
+        if "{" not in dimension:
+            continue
+        for path in _paths_in(dimension):
+            name, _, _ = path.partition(".")
+            if name not in names:  # the key has arguments alone
+                raise _UnknownSizeError
+            readers.append(_size_reader(path))
+    return readers
 
 
 def _paths_in(dimension: str) -> list[str]:
@@ -303,30 +319,34 @@ def _paths_in(dimension: str) -> list[str]:
         raise _UnknownSizeError from None
     paths: list[str] = []
     for part in getattr(text, "values", []):
-        if isinstance(part, ast.FormattedValue):
-            if part.format_spec is not None or part.conversion != -1:
-                raise _UnknownSizeError
-            _collect_paths(part.value, paths)
+        if not isinstance(part, ast.FormattedValue):  # text outside braces
+            continue
+        is_plain = part.format_spec is None and part.conversion == -1
+        if not is_plain:  # `{size!r}` or `{size:3}`
+            raise _UnknownSizeError
+        _collect_paths(part.value, paths)
     return paths
 
 
 def _collect_paths(node: ast.AST, paths: list[str]) -> None:
     if isinstance(node, (ast.Name, ast.Attribute)):
         path = ast.unparse(node)
-        if not all(part.isidentifier() for part in path.split(".")):
+        if not all(map(str.isidentifier, path.split("."))):
             raise _UnknownSizeError  # an attribute of something else than a name
         paths.append(path)
     elif isinstance(node, _EXACT):
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.expr_context):
                 _collect_paths(child, paths)
-    else:
+    else:  # such as a call, whose result may change
         raise _UnknownSizeError
 
 
 def _size_reader(path: str) -> _Reader:
     name, _, attributes = path.partition(".")
-    get_attribute = operator.attrgetter(attributes) if attributes else None
+    get_attribute = None  # the braces name an argument itself
+    if attributes:
+        get_attribute = operator.attrgetter(attributes)
 
     def read(arguments: Any) -> Any:
         size = arguments[name]
@@ -338,9 +358,12 @@ def _size_reader(path: str) -> _Reader:
         # Only these: 2 and 2.0 would be one key, and an array in a key would stay alive.
         if type(size) is int:
             return size
-        if type(size) is tuple and all(type(item) is int for item in size):
-            return size
-        return NO_KEY
+        if type(size) is not tuple:
+            return NO_KEY
+        for item in size:
+            if type(item) is not int:
+                return NO_KEY
+        return size
 
     return read
 
