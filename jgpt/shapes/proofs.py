@@ -126,8 +126,10 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     Raises ValueError for an array or a constraint that can't be read, or that no size meets.
     """
     parsed = [parse_array(array) for array in arrays]
-    all_dimensions = " ".join(dimensions for _, dimensions in parsed)
-    names = sorted(set(names_in(all_dimensions)))
+    found = set()
+    for _, dimensions in parsed:
+        found.update(names_in(dimensions))
+    names = sorted(found)
     constraints = (where,) if isinstance(where, str) else tuple(where)
     require_readable(constraints, names)
 
@@ -141,9 +143,11 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
         outcome = _try_case(function, parsed, names, constraints)
         if isinstance(outcome, Case):
             cases.append(outcome)
-        else:  # the parts of a case together cover all of its sizes
-            # The last case is taken first, so that cases are listed in the order of their text.
-            todo += [(*constraints, part) for part in reversed(outcome)]
+            continue
+        # The parts of a case together cover all of its sizes. The last one in the list is taken
+        # first, so that cases are listed in the order of their text.
+        for part in reversed(outcome):
+            todo.append((*constraints, part))
     return Proof(tuple(cases))
 
 
@@ -160,7 +164,7 @@ def _try_case(
     try:
         scope = make_scope(constraints)
     except ValueError as error:
-        if "nsatisfiable" in str(error):
+        if _is_unsatisfiable(error):
             return []
         # Earlier constraints worked before, so this is the last one, an equality of two sums.
         return Case(constraints, "open", f"JAX can't use the constraint {constraints[-1]}")
@@ -186,15 +190,22 @@ def _try_case(
     except jaxtyping.TypeCheckError as error:
         return Case(constraints, "violated", _describe_error(error))
     except ValueError as error:
-        if "nsatisfiable" in str(error):  # JAX's error, with a capital letter or without
+        if _is_unsatisfiable(error):
             return []
         # The program's own error is a verdict; an error of a library may be a limit of tracing.
-        last = traceback.extract_tb(error.__traceback__)[-1].filename
-        verdict = "open" if last.startswith(LIBRARIES) else "rejected"
-        return Case(constraints, verdict, _describe_error(error))
+        last_frame = traceback.extract_tb(error.__traceback__)[-1]
+        if last_frame.filename.startswith(LIBRARIES):
+            return Case(constraints, "open", _describe_error(error))
+        return Case(constraints, "rejected", _describe_error(error))
     except Exception as error:
         return Case(constraints, "open", _describe_error(error))
     return Case(constraints, "proven")
+
+
+def _is_unsatisfiable(error: ValueError) -> bool:
+    """Return whether JAX says that no sizes meet some constraints, with a capital letter or
+    without."""
+    return "nsatisfiable" in str(error)
 
 
 @contextlib.contextmanager
@@ -215,22 +226,32 @@ def _require_whole_reshapes(jaxpr: Any) -> None:
     """Check reshapes as JAX does when their sizes are numbers."""
     for equation in jaxpr.eqns:
         # The programs inside, such as the body of a scan.
-        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        parameters = list(equation.params.values())
+        for parameter in jax.tree.leaves(parameters, is_leaf=_is_jaxpr):
             if _is_jaxpr(parameter):
                 _require_whole_reshapes(getattr(parameter, "jaxpr", parameter))
-        if equation.primitive.name != "reshape":
-            continue
-        before = math.prod(equation.invars[0].aval.shape)
-        after = math.prod(equation.outvars[0].aval.shape)
-        difference = before - after  # an int if the symbols cancel
-        if not isinstance(difference, int) and is_open(difference):
-            raise _Open(f"'{before}' == '{after}'")
-        if not (isinstance(difference, int) and before == after):
-            raise jaxtyping.TypeCheckError(f"a reshape of {before} entries to {after}")
+        if equation.primitive.name == "reshape":
+            array = equation.invars[0]
+            result = equation.outvars[0]
+            _require_equal_entries(array.aval.shape, result.aval.shape)
+
+
+def _require_equal_entries(shape: Sequence[Any], new_shape: Sequence[Any]) -> None:
+    before = math.prod(shape)
+    after = math.prod(new_shape)
+    difference = before - after
+    are_symbols_gone = isinstance(difference, int)  # in `2*t - t*2` they cancel
+    if not are_symbols_gone and is_open(difference):
+        raise _Open(f"'{before}' == '{after}'")
+    # With symbols that are not open, the difference is 0 for no sizes.
+    if not are_symbols_gone or before != after:
+        raise jaxtyping.TypeCheckError(f"a reshape of {before} entries to {after}")
 
 
 def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+    """Return whether a parameter is a program, with constants (`ClosedJaxpr`) or without."""
+    program = getattr(value, "jaxpr", value)
+    return hasattr(program, "eqns")
 
 
 # --- JAX's class of sizes, patched for one thread ------------------------------------------------
@@ -353,8 +374,9 @@ def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
             raise _Open(f"the function takes the square root of {restore_names(str(size))}")
         # The root of a size is the same everywhere.
         if name not in sizes:
-            (sizes[name],) = make_shape(name, size.scope)
-            symbols[str(sizes[name])] = sizes[name]
+            (new_size,) = make_shape(name, size.scope)
+            sizes[name] = new_size
+            symbols[str(new_size)] = new_size
         return sizes[name]
 
     return (math, "isqrt", root, isqrt)
@@ -374,8 +396,9 @@ def _patched_fans() -> list[_Patch]:
         return []
 
     def fans(shape: Sequence[Any], *axes: Any, **named_axes: Any) -> tuple[Any, Any]:
-        if any(isinstance(size, Size) for size in shape):
-            return 1, 1  # they scale values and decide no shape
+        for size in shape:
+            if isinstance(size, Size):
+                return 1, 1  # they scale values and decide no shape
         return compute_fans(shape, *axes, **named_axes)
 
     return [(initializers, "_compute_fans", fans, compute_fans)]
@@ -422,8 +445,11 @@ def _describe_error(error: BaseException) -> str:
         text += f" {lines[-1]}"
     text = restore_names(text)
 
-    skipped = (*LIBRARIES, f"{Path(__file__).parent}/")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    own_folder = f"{Path(__file__).parent}/"
+    skipped = (*LIBRARIES, own_folder)
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
         if not frame.filename.startswith(skipped):
-            return f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+            file = Path(frame.filename).name
+            return f"{text} ({file}:{frame.lineno})"
     return text
