@@ -220,8 +220,8 @@ def module_path_of(module: Any) -> _Place:
         # The outermost module, or a copy that a transformation made, whose parts are new.
         modules = dict(modules)
         for keys, part in nnx.iter_modules(module):
-            names = [str(key) for key in keys]
-            if current.path:
+            names = list(map(str, keys))  # the key of a module in a list is a number
+            if current.path:  # that of the module that makes the call, or of `place`
                 names.insert(0, current.path)
             modules[id(part)] = (".".join(names), part)
     path, _ = modules[id(module)]

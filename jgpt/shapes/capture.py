@@ -34,15 +34,15 @@ def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, A
                 "capture results without a mesh, because under a mesh each device has only a part"
             )
         found: dict[str, Any] = {}
+        num_calls: dict[str, int] = {}
 
         def keep(path: str, result: Any) -> Any:
-            earlier_calls = 0
-            for name in found:
-                if name.partition("[")[0] == path:
-                    earlier_calls += 1
+            earlier_calls = num_calls.get(path, 0)
+            num_calls[path] = earlier_calls + 1
+            name = path
             if earlier_calls > 0:
-                path = f"{path}[{earlier_calls}]"
-            found[path] = result
+                name = f"{path}[{earlier_calls}]"
+            found[name] = result
             return result
 
         def keeping(path: str, _: Any) -> Callable[[Any], Any]:
@@ -65,7 +65,7 @@ def edit(model: nnx.Module, edits: Mapping[str, Callable[[Any], Any]]) -> Any:
     context for each token, padded to `block_size` at its end. Raises ValueError for a path that no
     call has.
     """
-    # `generate` calls these, and an edited MLP or head lacks them.
+    # `generate` calls these two methods, and an edited MLP or head lacks them.
     is_language_model = hasattr(model, "hidden") and hasattr(model, "logits")
     if is_language_model:
         return _EditedLanguageModel(model, edits)
@@ -122,11 +122,15 @@ class _EditedLanguageModel(_Edited):
         nothing is computed.
         """
 
-        def unchanged(*_: Any) -> Callable[[Any], Any]:
-            return lambda result: result
+        def unchanged(result: Any) -> Any:
+            return result
 
-        whole_call = functools.partial(_call_watched, self.model, dict(self.edits), unchanged)
-        jax.eval_shape(whole_call, tokens)
+        def change_nothing(*_: Any) -> Callable[[Any], Any]:
+            return unchanged
+
+        patterns = dict(self.edits)
+        complete_call = functools.partial(_call_watched, self.model, patterns, change_nothing)
+        jax.eval_shape(complete_call, tokens)
 
     def _watch(self, call: TypedCall) -> Callable[[Any], Any] | None:
         """Return the function of the first pattern that matches a call, to replace its result."""
@@ -138,7 +142,8 @@ class _EditedLanguageModel(_Edited):
 
 def _fits(pattern: str, path: str) -> bool:
     """Return whether a path matches a pattern, in which `*` stands for one part."""
-    expression = re.escape(pattern).replace(r"\*", r"[^.]+")
+    escaped = re.escape(pattern)  # which writes `*` as `\*`
+    expression = escaped.replace(r"\*", r"[^.]+")
     return re.fullmatch(expression, path) is not None
 
 
@@ -168,21 +173,23 @@ def _call_watched(
                 return change(call.path, pattern)
         return None
 
+    model_in_turn = _in_turn(model)
     with watching(watch):
-        result = _in_turn(model)(*args, **kwargs)
+        result = model_in_turn(*args, **kwargs)
     # Known only now, since a model decides at run time which calls it makes.
     for pattern in patterns:
         if pattern not in used:
-            raise ValueError(f"no typed call has the path {pattern!r}{_suggestion(pattern, paths)}")
+            suggestion = _suggestion(pattern, paths)
+            raise ValueError(f"no typed call has the path {pattern!r}{suggestion}")
     return result
 
 
 def _suggestion(pattern: str, paths: Iterable[str]) -> str:
     """Return a similar path as a suggestion at the end of a message, or an empty string."""
-    close = difflib.get_close_matches(pattern, paths, n=1)
-    if not close:
+    similar_paths = difflib.get_close_matches(pattern, paths, n=1)
+    if not similar_paths:
         return ""
-    return f" (did you mean {close[0]!r}?)"
+    return f" (did you mean {similar_paths[0]!r}?)"
 
 
 def _in_turn(model: Callable[..., Any]) -> Any:
@@ -191,11 +198,13 @@ def _in_turn(model: Callable[..., Any]) -> Any:
     if not isinstance(model, nnx.Module):
         return model
     config = getattr(model, "config", None)
-    options = {"scan_layers": False, "remat": False}
     # A custom model may have no config, or a config without these fields.
-    if config is None or not any(getattr(config, name, False) for name in options):
+    scans = getattr(config, "scan_layers", False)
+    rematerialises = getattr(config, "remat", False)
+    if not scans and not rematerialises:
         return model
     # A copy of the module's structure, with the same arrays.
-    copy: Any = nnx.merge(*nnx.split(model))
-    copy.config = dataclasses.replace(config, **options)
+    graph, arrays = nnx.split(model)
+    copy: Any = nnx.merge(graph, arrays)
+    copy.config = dataclasses.replace(config, scan_layers=False, remat=False)
     return copy

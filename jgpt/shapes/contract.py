@@ -59,7 +59,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         except TypeError as misfit:
             raise TypeError(f"{function.__qualname__}() {misfit}") from None
         result, error = check_and_call(bound, args, kwargs)
-        # Raised here, outside of `jaxtyped`, which would add a note to it.
+        # Raised here, outside of `jaxtyped`, which would add a note below the reason.
         if error is not None:
             raise error
         return result
@@ -112,15 +112,20 @@ def record(kind: type[Record]) -> type[Record]:
             dynamic.append(field.name)
 
     def flatten(instance: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        leaves = [(jax.tree_util.GetAttrKey(name), getattr(instance, name)) for name in dynamic]
-        fixed = tuple(getattr(instance, name) for name in static)
-        return leaves, fixed
+        leaves = []
+        for name in dynamic:
+            key = jax.tree_util.GetAttrKey(name)  # the leaf's name in JAX's messages
+            leaves.append((key, getattr(instance, name)))
+        fixed = [getattr(instance, name) for name in static]
+        return leaves, tuple(fixed)
 
     def unflatten(fixed: tuple[Any, ...], leaves: Iterable[Any]) -> Record:
-        # Without `__init__`, whose checks would reject JAX's placeholders for arrays.
+        # Without `__init__`, whose checks would reject JAX's placeholders for arrays, and through
+        # `vars`, since a frozen dataclass lets no attribute be set.
         instance = object.__new__(kind)
-        vars(instance).update(zip(dynamic, leaves, strict=True))
-        vars(instance).update(zip(static, fixed, strict=True))
+        fields = vars(instance)
+        fields.update(zip(dynamic, leaves, strict=True))
+        fields.update(zip(static, fixed, strict=True))
         return instance
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
@@ -167,6 +172,7 @@ def _checked(function: Callable[..., Any]) -> tuple[_Bind, _CheckedCall]:
         except Exception as error:
             return None, error
         result_key = NO_KEY
+        # A good result is remembered with its call, whose sizes it was checked against.
         if known is not None:
             result_key = memo.result_key(result, bound.arguments)
             if result_key in known.results:
@@ -257,7 +263,8 @@ class _BoundSignature(inspect.Signature):
 def _dimension_names(hints: dict[str, Any]) -> set[str]:
     """Return all words in the annotations outside braces, which include the names of dimensions."""
     text = " ".join(map(str, hints.values()))
-    return set(re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text)))
+    outside_braces = re.sub(r"\{[^}]*\}", "", text)
+    return set(re.findall(r"\w+", outside_braces))
 
 
 def _bind_symbols(bound: inspect.BoundArguments, own_names: set[str]) -> bool:
@@ -302,9 +309,9 @@ def _error(what: str, hint: Any, value: Any, reason: str) -> TypeCheckError:
     """Make an error of four lines: the subject, the expected annotation, the value, and the
     reason."""
     expected = describe_annotation(hint)
-    sizes = ", ".join(f"{name}={size}" for name, size in bound_sizes(expected))
+    sizes = [f"{name}={size}" for name, size in bound_sizes(expected)]
     if sizes:
-        expected += f" with {sizes}"
+        expected += f" with {', '.join(sizes)}"
     return TypeCheckError(
         f"{what}.\n"
         f"Expected: {expected}\n"

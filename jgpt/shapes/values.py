@@ -88,12 +88,13 @@ def describe_statistics(calls: Sequence[Statistics]) -> str:
         if least != most:
             text += f" to {most}"
         parts.append(text)
-    counts = {
-        "NaN": sum(call.nan for call in calls),
-        "inf": sum(call.positive_infinity for call in calls),
-        "-inf": sum(call.negative_infinity for call in calls),
-    }
-    values = sum(call.values for call in calls)
+    values = 0
+    counts = {"NaN": 0, "inf": 0, "-inf": 0}
+    for call in calls:
+        values += call.values
+        counts["NaN"] += call.nan
+        counts["inf"] += call.positive_infinity
+        counts["-inf"] += call.negative_infinity
     for name, count in counts.items():
         if count:
             parts.append(f"{count} of {values} {name}")
