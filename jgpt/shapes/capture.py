@@ -197,8 +197,8 @@ def _in_turn(model: Callable[..., Any]) -> Any:
     result."""
     if not isinstance(model, nnx.Module):
         return model
-    config = getattr(model, "config", None)
     # A custom model may have no config, or a config without these fields.
+    config: Any = getattr(model, "config", None)
     scans = getattr(config, "scan_layers", False)
     rematerialises = getattr(config, "remat", False)
     if not scans and not rematerialises:
