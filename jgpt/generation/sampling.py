@@ -110,17 +110,19 @@ def _keep_top_k(logits: Float[Array, "batch vocab"], top_k: int) -> Float[Array,
 def _keep_nucleus(
     logits: Float[Array, "batch vocab"], top_p: Float[Array, ""] | float
 ) -> Float[Array, "batch vocab"]:
-    descending = jnp.sort(logits, axis=-1)[:, ::-1]  # batch vocab
+    ascending = jnp.sort(logits, axis=-1)  # batch vocab
+    descending = ascending[:, ::-1]
     probabilities = jax.nn.softmax(descending, axis=-1)
     cumulative = jnp.cumsum(probabilities, axis=-1)  # batch vocab
     # A token is in the nucleus while the probabilities before it add up to less than `top_p`. That
     # sum is read from the cumulative one: `cumulative - probability` rounds, and 0.9 - 0.1 is below
     # 0.8.
     sum_before = cumulative[:, :-1]  # batch vocab-1: of each token but the first, always kept
-    count = 1 + (sum_before < top_p).sum(axis=-1)  # batch
+    is_in_nucleus = sum_before < top_p
+    count = 1 + is_in_nucleus.sum(axis=-1)  # batch
     last_kept = count[:, None] - 1  # batch 1
-    smallest_kept = jnp.take_along_axis(descending, last_kept, axis=-1)[:, 0]  # batch
-    return _keep_largest(logits, smallest_kept, count)
+    smallest_kept = jnp.take_along_axis(descending, last_kept, axis=-1)  # batch 1
+    return _keep_largest(logits, smallest_kept[:, 0], count)
 
 
 @typed
@@ -143,7 +145,8 @@ def _draw_by_weight(
     uniform = jax.random.uniform(key, (batch, 2), weights.dtype)
     weight_of_block = blocks.sum(axis=-1)  # batch num_blocks
     block = _inverse_transform(weight_of_block, uniform[:, 0])  # batch
-    weights_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    drawn_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)  # batch 1 block_size
+    weights_in_block = drawn_block[:, 0]  # batch block_size
     place_in_block = _inverse_transform(weights_in_block, uniform[:, 1])  # batch
     return block * block_size + place_in_block
 
@@ -173,10 +176,12 @@ def _inverse_transform(
     weights: Float[Array, "batch choices"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """Draw a choice for each row by weight, from a number in [0, 1); never one of weight 0."""
+    is_possible = weights > 0  # batch choices
+    cumulative = jnp.cumsum(weights, axis=-1)  # batch choices
     # Partial sums may round, which hides a weight of 0: its sum becomes one that is never reached.
-    total = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), -1)  # batch choices
+    total = jnp.where(is_possible, cumulative, -1)  # batch choices
     # In (0, 1], times the last sum, so that the largest number still reaches the last choice.
     last_total = total.max(axis=-1, keepdims=True)  # batch 1
-    wanted = (1 - uniform[:, None]) * last_total
-    reached = total >= wanted  # batch choices
+    fraction = 1 - uniform[:, None]  # batch 1
+    reached = total >= fraction * last_total  # batch choices
     return jnp.argmax(reached, axis=-1).astype(jnp.int32)  # the first sum that is reached
