@@ -56,8 +56,9 @@ def generate(
     new_tokens = np.concatenate([no_tokens, *pieces], axis=1)
     continued = np.pad(np.asarray(prompt), ((0, 0), (0, max_new_tokens)))
     for row, length in enumerate(lengths):
-        continued[row, length:] = 0  # the caller's padding may be any token
-        continued[row, length : length + max_new_tokens] = new_tokens[row]
+        end = length + max_new_tokens
+        continued[row, length:end] = new_tokens[row]
+        continued[row, end:] = 0  # the caller's padding may be any token
     return jax.device_put(continued)
 
 
@@ -175,8 +176,10 @@ def _left_padded(
     """Left-pad the last tokens of right-padded prompts, so that all rows end together."""
     window = np.zeros((len(prompt), block_size), np.int32)
     for row, length in enumerate(lengths):
-        tokens = prompt[row, :length][-block_size:]
-        window[row, block_size - len(tokens) :] = tokens
+        whole_prompt = prompt[row, :length]
+        tokens = whole_prompt[-block_size:]
+        start = block_size - len(tokens)
+        window[row, start:] = tokens
     return window
 
 
@@ -193,7 +196,8 @@ def _cache_sizes(length: int, max_new_tokens: int, block_size: int) -> tuple[int
         width = min(block_size, _next_power_of_two(context))
     # Every token reads the whole cache, so it is no larger than necessary.
     longest = max(context + max_new_tokens, width, TOKENS_PER_CALL)
-    return width, min(block_size, _next_power_of_two(longest))
+    capacity = min(block_size, _next_power_of_two(longest))
+    return width, capacity
 
 
 @typed
@@ -273,13 +277,17 @@ def _draw(
             # Right-padded, since a causal model ignores tokens after a position, but not those
             # before it.
             tokens = jax.vmap(jnp.roll)(window, known)
-            hidden = model.hidden(tokens)
-            return jnp.take_along_axis(hidden, known[:, None, None] - 1, axis=1)
+            hidden = model.hidden(tokens)  # batch time features
+            last = known[:, None, None] - 1  # batch 1 1
+            return jnp.take_along_axis(hidden, last, axis=1)
         if whole_window:  # learned positions have shifted
             empty = model.empty_cache(batch)
-            empty.set_lengths(known - size)
-            return model.hidden(window, cache=empty)[:, -1:]
-        return model.hidden(window[:, -1:], cache=cache)[:, -1:]
+            empty.set_lengths(known - size)  # negative: the number of padding slots
+            hidden = model.hidden(window, cache=empty)
+        else:  # the cache has the tokens before the last one
+            last_token = window[:, -1:]
+            hidden = model.hidden(last_token, cache=cache)
+        return hidden[:, -1:]
 
     def step(whole_window, i, carry):
         window, cache, drawn, finite = carry
@@ -287,9 +295,12 @@ def _draw(
         x = last_hidden(whole_window, window, cache, known)
         logits = model.logits(x)[:, 0]  # batch vocab
         # The key depends on the token's number, so that calls of any length draw the same tokens.
-        token = next_token(logits, jax.random.fold_in(key, start + i), sampling)
+        token_key = jax.random.fold_in(key, start + i)
+        token = next_token(logits, token_key, sampling)  # batch
         # All rows end together, so one shift of the window appends the token to each.
-        window = jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
+        without_first = window[:, 1:]
+        new_column = token[:, None].astype(window.dtype)
+        window = jnp.concatenate([without_first, new_column], axis=1)
         drawn = drawn.at[:, i].set(token)
         # A compiled loop can't raise, so the host reads this flag with the tokens.
         finite = finite & jnp.isfinite(logits).all()
