@@ -157,7 +157,9 @@ def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
     for word in (START, END):
         # As a special token this is one token, and as ordinary text several, so no message can
         # contain it.
-        if len(tokenizer.encode_part(word)) != 1 or len(tokenizer.encode_ordinary(word)) <= 1:
+        as_special = tokenizer.encode_part(word)
+        as_text = tokenizer.encode_ordinary(word)
+        if len(as_special) != 1 or len(as_text) <= 1:
             return False
     return True
 

@@ -43,7 +43,8 @@ def generate_text(
     )
     if isinstance(prompts, str):
         return "".join(pieces)
-    return tuple("".join(text) for text in zip(*pieces, strict=True))
+    pieces_of_texts = zip(*pieces, strict=True)
+    return tuple("".join(pieces_of_text) for pieces_of_text in pieces_of_texts)
 
 
 @typed
@@ -80,7 +81,12 @@ def stream_text(
         rows.append(row)
         contexts.append(context)
     lengths = np.array([len(row) for row in rows])
-    prompt = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
+    longest = lengths.max()
+    padded_rows = []
+    for row in rows:
+        padding = longest - len(row)
+        padded_rows.append(np.pad(row, (0, padding)))
+    prompt = np.stack(padded_rows)
     pieces: Any = stream_continuations(
         model,
         tokenizer,
@@ -137,12 +143,16 @@ def _texts(
     writers: tuple[Any, ...], pieces: Iterator[Integer[np.ndarray, "batch tokens"]]
 ) -> Iterator[tuple[str, ...]]:
     for piece in pieces:
-        yield tuple(writer.write(row) for writer, row in zip(writers, piece, strict=True))
+        texts = []
+        for writer, row in zip(writers, piece, strict=True):
+            texts.append(writer.write(row))
+        yield tuple(texts)
         if all(writer.ended for writer in writers):
             return
     # There are no more tokens: pending text, such as part of a character, is written unchanged.
-    nothing = np.zeros(0, np.int32)
-    yield tuple(writer.write(nothing, final=True) for writer in writers)
+    no_tokens = np.zeros(0, np.int32)
+    last_texts = [writer.write(no_tokens, final=True) for writer in writers]
+    yield tuple(last_texts)
 
 
 @typed
@@ -252,12 +262,14 @@ class _Detokenizer:
     def _begin_of_stop(self) -> int:
         """Return the index from which the text may be the beginning of a stop string, or its
         length."""
-        longest = max((len(stop) for stop in self._stop), default=1)
+        length = len(self._unwritten)
+        longest = max(map(len, self._stop), default=1)
         # A complete stop string was found before, so only a string without its last character can
         # be here.
-        first = max(0, len(self._unwritten) - (longest - 1))
-        for place in range(first, len(self._unwritten)):
+        first = max(0, length - (longest - 1))
+        for place in range(first, length):
             possible_beginning = self._unwritten[place:]
-            if any(stop.startswith(possible_beginning) for stop in self._stop):
-                return place
-        return len(self._unwritten)
+            for stop in self._stop:
+                if stop.startswith(possible_beginning):
+                    return place
+        return length
