@@ -25,7 +25,7 @@ from jgpt.shapes.matching import (
     mismatch,
     symbols_in,
 )
-from jgpt.shapes.memo import NO_KEY, Memo
+from jgpt.shapes.memo import NO_KEY, Memo, RememberedCall
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -147,23 +147,47 @@ def _checked(function: Callable[..., Any]) -> tuple[_Bind, _CheckedCall]:
     own_names = _dimension_names(hints)
     memo = Memo(signature, hints)
 
-    def check_and_call(
-        bound: inspect.BoundArguments, args: Any, kwargs: Any
-    ) -> tuple[Any, Exception | None]:
-        __tracebackhide__ = True
+    def check_arguments(
+        bound: inspect.BoundArguments,
+    ) -> tuple[RememberedCall | None, Exception | None]:
+        """Bind the sizes of the arguments; check them, unless a call like this one has passed."""
         key = NO_KEY
         if not SYMBOLS.get():  # open sizes have no keys
             key = memo.key(bound.arguments)
         known = memo.find(key)
         if known is not None:
             known.bind_sizes()
-        else:
-            has_symbols = _bind_symbols(bound, own_names)
-            wrong_argument = _argument_error(subject, bound, hints)
-            if wrong_argument is not None:
-                return None, wrong_argument
-            if key is not NO_KEY and not has_symbols:
-                known = memo.remember(key, bound.arguments)
+            return known, None
+        has_symbols = _bind_symbols(bound, own_names)
+        error = _argument_error(subject, bound, hints)
+        if error is None and key is not NO_KEY and not has_symbols:
+            known = memo.remember(key, bound.arguments)
+        return known, error
+
+    def check_result(
+        result: Any, known: RememberedCall | None, bound: inspect.BoundArguments
+    ) -> Exception | None:
+        # A good result is remembered with its call, against whose sizes it was checked.
+        key = NO_KEY
+        if known is not None:
+            key = memo.result_key(result, bound.arguments)
+            if key in known.results:
+                return None
+        reason = mismatch(hints.get("return", Any), result)
+        if reason:
+            what = f"{subject} returned a wrong result"
+            return _error(what, hints["return"], result, reason)
+        if known is not None:
+            known.remember_result(key)
+        return None
+
+    def check_and_call(
+        bound: inspect.BoundArguments, args: Any, kwargs: Any
+    ) -> tuple[Any, Exception | None]:
+        __tracebackhide__ = True
+        known, wrong_argument = check_arguments(bound)
+        if wrong_argument is not None:
+            return None, wrong_argument
         try:
             if is_watched():
                 result = call_watched(function, bound, hints)
@@ -171,19 +195,7 @@ def _checked(function: Callable[..., Any]) -> tuple[_Bind, _CheckedCall]:
                 result = function(*args, **kwargs)
         except Exception as error:
             return None, error
-        result_key = NO_KEY
-        # A good result is remembered with its call, whose sizes it was checked against.
-        if known is not None:
-            result_key = memo.result_key(result, bound.arguments)
-            if result_key in known.results:
-                return result, None
-        reason = mismatch(hints.get("return", Any), result)
-        if reason:
-            what = f"{subject} returned a wrong result"
-            return None, _error(what, hints["return"], result, reason)
-        if known is not None:
-            known.remember_result(result_key)
-        return result, None
+        return result, check_result(result, known, bound)
 
     # jaxtyping reads from it which names braces may contain.
     check_and_call.__signature__ = _BoundSignature()  # type: ignore[attr-defined]

@@ -325,6 +325,7 @@ def _patched_arithmetic() -> list[_Patch]:
     multiply = Size.__mul__
     multiply_into = Size.__rmul__
 
+    # `head_dim ** -0.5` scales scores, and `t ** 2` is a size.
     def to_power(self: Any, exponent: Any, modulo: Any = None) -> Any:
         if isinstance(exponent, float):
             return _Scale(1)
@@ -369,9 +370,10 @@ def _patched_root(sizes: dict[str, Any], symbols: dict[str, Any]) -> _Patch:
         """Return a size of any value: a proof for all values includes the root."""
         if not isinstance(size, Size):
             return isqrt(size)
-        name = f"isqrt_{restore_names(str(size))}"
+        text = restore_names(str(size))
+        name = f"isqrt_{text}"
         if not name.isidentifier():  # the root of an expression such as `2*t`
-            raise _Open(f"the function takes the square root of {restore_names(str(size))}")
+            raise _Open(f"the function takes the square root of {text}")
         # The root of a size is the same everywhere.
         if name not in sizes:
             (new_size,) = make_shape(name, size.scope)

@@ -517,18 +517,17 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
     written: Any = inspect.unwrap(function)
     if isinstance(written, functools.partial):
         return folders_of(written.func)
-    functions = [written]
-    if not inspect.isroutine(written):
-        kind = written
-        called = "__init__"
-        if not isinstance(written, type):
-            kind = type(written)
-            called = "__call__"
+    if inspect.isroutine(written):
+        functions = [written]
+    elif isinstance(written, type):
+        functions = [*_methods_written_in(written), written.__init__]
+    else:
+        kind = type(written)
         # The call may be inherited from another file than that of the methods.
-        functions = [*_methods_written_in(kind), getattr(kind, called)]
+        functions = [*_methods_written_in(kind), kind.__call__]
     folders = set()
-    for written_function in functions:
-        code = _code_of(written_function)
+    for function_of_call in functions:
+        code = _code_of(function_of_call)
         if code is not None:
             folders.add(_folder(code.co_filename))
     if not folders:
