@@ -77,11 +77,17 @@ def pack_weights(
 
 
 def _precision_for(arrays: Mapping[str, Any], most_full_bytes: int, most_half_bytes: int) -> str:
-    floats = sum(array.size for array in arrays.values() if _is_float(array))
-    others = sum(array.nbytes for array in arrays.values() if not _is_float(array))
-    if 4 * floats + others <= most_full_bytes:
+    """Return the dtype in which the floats of a model are stored."""
+    floats = 0
+    other_bytes = 0
+    for array in arrays.values():
+        if _is_float(array):
+            floats += array.size
+        else:
+            other_bytes += array.nbytes
+    if 4 * floats + other_bytes <= most_full_bytes:
         return "float32"
-    if 2 * floats + others <= most_half_bytes:
+    if 2 * floats + other_bytes <= most_half_bytes:
         return "float16"
     return "int8"
 
@@ -101,10 +107,12 @@ class _Packing:
         identity = (array.dtype.name, contents)
         if identity not in self._place_of:
             # Typed arrays of JavaScript begin at a multiple of their entries' size.
-            padding = -self._end % 4
-            self._parts += [bytes(padding), contents]
-            self._place_of[identity] = self._end + padding
-            self._end += padding + len(contents)
+            padding = -self._end % 4  # up to the next multiple of 4
+            start = self._end + padding
+            self._parts.append(bytes(padding))
+            self._parts.append(contents)
+            self._place_of[identity] = start
+            self._end = start + len(contents)
         start = self._place_of[identity]
         return {"stored": array.dtype.name, "start": start, "bytes": len(contents)}
 
@@ -121,10 +129,15 @@ def _in_int8(name: str, array: Any) -> tuple[Any, Any, int]:
     axis = array.ndim - 2
     if name.endswith("/embedding"):
         axis = array.ndim - 1
+    # `quantise` takes a matrix, and gives each of its rows a scale.
     rows = np.moveaxis(array, axis, -1)
-    integers, scales = quantise(jnp.asarray(rows.reshape(-1, rows.shape[-1])))
-    integers = np.moveaxis(np.asarray(integers).reshape(rows.shape), -1, axis)
-    scales = np.expand_dims(np.asarray(scales).reshape(rows.shape[:-1]), axis)
+    matrix = rows.reshape(-1, rows.shape[-1])
+    integers, scales = quantise(jnp.asarray(matrix))
+    # Back to the axes of the array; the scales have 1 where the rows were.
+    integers = np.asarray(integers).reshape(rows.shape)
+    integers = np.moveaxis(integers, -1, axis)
+    scales = np.asarray(scales).reshape(rows.shape[:-1])
+    scales = np.expand_dims(scales, axis)
     return integers, scales, axis
 
 
@@ -147,7 +160,8 @@ def _in_16_bits(array: Any) -> Any:
     float16 can't hold its largest number."""
     if array.dtype == jnp.bfloat16:
         return array
-    largest = float(np.abs(array[np.isfinite(array)]).max(initial=0))
+    finite = array[np.isfinite(array)]
+    largest = float(np.abs(finite).max(initial=0))
     if largest > float(np.finfo(np.float16).max):
         return array.astype(jnp.bfloat16)
     return array.astype(np.float16)
