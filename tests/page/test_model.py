@@ -44,31 +44,55 @@ def assert_close_to_packed(found: dict[str, Any], packed: dict[str, Any]) -> Non
     np.testing.assert_allclose(values_of(found), unpacked(packed), rtol=0, atol=tolerance)
 
 
+EXACT = (
+    "name",
+    "vocab_size",
+    "block_size",
+    "window",
+    "prompt",
+    "tokens",
+    "candidates",
+    "next_ranks",
+    "blocks",
+    "layers",
+    "heads",
+)
+
+
+def assert_close(found: Any, wanted: Any, key: str) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5, err_msg=key)
+
+
 def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    exact = ("name", "vocab_size", "block_size", "window", "prompt", "tokens", "candidates")
-    for key in (*exact, "next_ranks", "blocks", "layers", "heads"):
+    for key in EXACT:
         assert found[key] == wanted[key], key
     for key in ("log_probabilities", "next_log_probabilities"):
-        np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=2e-5, err_msg=key)
-    assert found["last"][0] == wanted["last"][0]
-    np.testing.assert_allclose(found["last"][1], wanted["last"][1], rtol=0, atol=2e-5)
-    assert (found["before"] is None) == (wanted["before"] is None)
+        assert_close(found[key], wanted[key], key)
+
+    tokens, log_probabilities = found["last"]
+    wanted_tokens, wanted_log_probabilities = wanted["last"]
+    assert tokens == wanted_tokens
+    assert_close(log_probabilities, wanted_log_probabilities, "last")
+
+    for key in ("before", "attention", "products"):
+        assert (found[key] is None) == (wanted[key] is None), key
     if wanted["before"] is not None:
         assert found["before"].keys() == wanted["before"].keys()
-        for key in wanted["before"]:
-            np.testing.assert_allclose(found["before"][key], wanted["before"][key], atol=2e-5)
-    for key in ("attention", "products"):
-        assert (found[key] is None) == (wanted[key] is None), key
+        for key, numbers in wanted["before"].items():
+            np.testing.assert_allclose(found["before"][key], numbers, atol=2e-5)
     if wanted["attention"] is not None:
         assert_close_to_packed(found["attention"], wanted["attention"])
     if wanted["products"] is not None:
-        assert found["products"]["scale"] == pytest.approx(wanted["products"]["scale"])
-        for factor in ("query", "key"):
-            assert_close_to_packed(found["products"][factor], wanted["products"][factor])
-    for array, expected in zip(found["arrays"], wanted["arrays"], strict=True):
+        products = found["products"]
+        wanted_products = wanted["products"]
+        assert products["scale"] == pytest.approx(wanted_products["scale"])
+        assert_close_to_packed(products["query"], wanted_products["query"])
+        assert_close_to_packed(products["key"], wanted_products["key"])
+
+    for array, wanted_array in zip(found["arrays"], wanted["arrays"], strict=True):
         for key in ("name", "path", "dimensions", "sizes"):
-            assert list(array[key]) == list(expected[key]), (key, array["name"])
-        assert_close_to_packed(array["values"], expected["values"])
+            assert list(array[key]) == list(wanted_array[key]), (key, array["name"])
+        assert_close_to_packed(array["values"], wanted_array["values"])
 
 
 @pytest.mark.slow
@@ -80,14 +104,14 @@ def test_the_record_is_that_of_python(name):
     look = look_of(name)
     # a bigram model's block has one token
     tokens: list[int] = list(TOKENS[: look.model.block_size])
-    requests = [{"tokens": tokens, "prompt": 3}]
+    requests: list[dict[str, Any]] = [{"tokens": tokens, "prompt": 3}]
     changes = [Changes()]
     if look.anatomy.blocks:
+        scales = {"heads": [[0, 1, 0.0], [1, 2, 2.0]], "blocks": [[0, 0.5]]}
+        requests.append({"tokens": tokens, "changes": scales})
+        changes.append(Changes(heads={(0, 1): 0.0, (1, 2): 2.0}, blocks={0: 0.5}))
         other = TOKENIZER.encode(OTHER).tolist()
         patch = {"layer": 1, "position": 2, "tokens": other}
-        heads, blocks = [[0, 1, 0.0], [1, 2, 2.0]], [[0, 0.5]]
-        requests.append({"tokens": tokens, "changes": {"heads": heads, "blocks": blocks}})
-        changes.append(Changes(heads={(0, 1): 0.0, (1, 2): 2.0}, blocks={0: 0.5}))
         requests.append({"tokens": tokens, "changes": {"patch": patch}})
         changes.append(Changes(patch=(1, 2, OTHER)))
     requests.append({"tokens": tokens[:1]})
@@ -98,10 +122,12 @@ def test_the_record_is_that_of_python(name):
     for record, request, change in zip(records, requests, changes, strict=True):
         assert "error" not in record, record
         prompt = request.get("prompt", len(request["tokens"]))
-        assert_same_record(record, look(request["tokens"], prompt, change))
+        expected = look(request["tokens"], prompt, change)
+        assert_same_record(record, expected)
     if look.anatomy.blocks:
+        of_scales = look(tokens, 3, changes[1])
         with pytest.raises(AssertionError):
-            assert_same_record(records[0], look(tokens, 3, changes[1]))
+            assert_same_record(records[0], of_scales)
 
 
 @needs_javascript
@@ -271,38 +297,49 @@ def test_large_weights_are_in_int8_with_scales_as_those_of_the_command(monkeypat
 
 @needs_javascript
 def test_every_array_has_its_gradient():
+    predictions = len(TOKENS) - 1
+
     (record,) = records_of("default preset", {"tokens": list(TOKENS), "gradient": True})
 
-    logits = np.array(record["next_log_probabilities"][-1])
-    assert record["loss"] == pytest.approx(-logits.mean(), rel=1e-5)
+    log_probabilities = np.array(record["next_log_probabilities"][-1])
+    assert record["loss"] == pytest.approx(-log_probabilities.mean(), rel=1e-5)
     for array in record["arrays"]:
         gradient = values_of(array["gradient"])
         assert gradient.shape == values_of(array["values"]).shape
-    of_logits = values_of(record["arrays"][-1]["gradient"])[:, 0]
+    logits = record["arrays"][-1]
+    scores = values_of(logits["values"])[:, 0]
     # Softmax minus one-hot, over the number of predictions.
-    scores = values_of(record["arrays"][-1]["values"])[:, 0]
-    expected = np.exp(scores - np.log(np.exp(scores).sum(-1, keepdims=True)))
-    expected[np.arange(len(TOKENS) - 1), TOKENS[1:]] -= 1
+    exponentials = np.exp(scores)
+    expected = exponentials / exponentials.sum(-1, keepdims=True)
+    expected[np.arange(predictions), TOKENS[1:]] -= 1
     expected[-1] = 0
-    np.testing.assert_allclose(of_logits, expected / (len(TOKENS) - 1), rtol=0, atol=1e-6)
+    gradient = values_of(logits["gradient"])[:, 0]
+    np.testing.assert_allclose(gradient, expected / predictions, rtol=0, atol=1e-6)
 
 
 @needs_javascript
 def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
     position = 5
-    requests = [{"tokens": list(TOKENS), "gradient": of} for of in (position, True)]
-    of_token, of_text = records_of("default preset", *requests)
+    before = position - 1
+    of_one = {"tokens": list(TOKENS), "gradient": position}
+    of_all = {"tokens": list(TOKENS), "gradient": True}
 
-    predicted = of_token["next_log_probabilities"][-1][position - 1]
-    assert of_token["loss"] == pytest.approx(-predicted, rel=1e-5)
-    scores = values_of(of_token["arrays"][-1]["values"])[:, 0]
+    record, record_of_all = records_of("default preset", of_one, of_all)
+
+    log_probability = record["next_log_probabilities"][-1][before]
+    assert record["loss"] == pytest.approx(-log_probability, rel=1e-5)
+    embeddings = record["arrays"][0]
+    logits = record["arrays"][-1]
+    scores = values_of(logits["values"])[:, 0]
+    exponentials = np.exp(scores[before])
     expected = np.zeros_like(scores)
-    softmax = np.exp(scores[position - 1])
-    expected[position - 1] = softmax / softmax.sum()
-    expected[position - 1, TOKENS[position]] -= 1
-    of_logits = values_of(of_token["arrays"][-1]["gradient"])[:, 0]
-    np.testing.assert_allclose(of_logits, expected, rtol=0, atol=1e-6)
-    embeddings = values_of(of_token["arrays"][0]["gradient"])
-    assert np.abs(embeddings[:position]).min(axis=0).max() > 0
-    assert not embeddings[position:].any()
-    assert values_of(of_text["arrays"][0]["gradient"])[position:].any()
+    expected[before] = exponentials / exponentials.sum()
+    expected[before, TOKENS[position]] -= 1
+    gradient = values_of(logits["gradient"])[:, 0]
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-6)
+    of_embeddings = values_of(embeddings["gradient"])
+    assert np.abs(of_embeddings[:position]).min(axis=0).max() > 0
+    assert not of_embeddings[position:].any()
+    # the control: the loss of the text has a gradient there
+    of_embeddings = values_of(record_of_all["arrays"][0]["gradient"])
+    assert of_embeddings[position:].any()

@@ -98,13 +98,14 @@ def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
     assert abs(data["attention"] - other_heads).max() > 0.01
 
     logits = compiled(model, batch)[0]
-    predicted = np.asarray(jax.nn.softmax(logits))
-    following = predicted[np.arange(len(tokens) - 1), tokens[1:]]
-    by_depth = np.exp(data["next_log_probabilities"])
+    probabilities = np.asarray(jax.nn.softmax(logits))[:-1]
+    positions = np.arange(len(tokens) - 1)
+    of_next = probabilities[positions, tokens[1:]]
+    *_, before_last_block, after_last_block = np.exp(data["next_log_probabilities"])
     # the page's program is for more tokens: it rounds differently
-    np.testing.assert_allclose(by_depth[-1], following, rtol=0, atol=1e-5)
-    assert abs(by_depth[-2] - following).max() > 0.01  # the last block changes them
-    likelier = predicted[:-1] > following[:, None]
+    np.testing.assert_allclose(after_last_block, of_next, rtol=0, atol=1e-5)
+    assert abs(before_last_block - of_next).max() > 0.01  # the last block changes them
+    likelier = probabilities > of_next[:, None]
     ranks = 1 + likelier.sum(-1)
     np.testing.assert_array_equal(data["next_ranks"][-1], ranks)
 

@@ -296,37 +296,49 @@ def is_normalised_alike(forms: list[Any], text: str) -> bool:
     return True
 
 
+def questions_for(tokenizer: Tokenizer, count: int, seed: int, draw: random.Random) -> Any:
+    """Texts to encode, lists of tokens to decode, and single tokens."""
+    texts = random_texts(count, seed)
+    forms = vocabulary_of(tokenizer).get("forms")
+    if forms:
+        texts = [text for text in texts if is_normalised_alike(forms, text)]
+        assert len(texts) > count / 2
+    size = tokenizer.vocab_size
+    ids = []
+    for _ in range(count):
+        length = draw.randrange(8)
+        ids.append([draw.randrange(size) for _ in range(length)])
+    for text in texts:
+        tokens = encoded(tokenizer, text)
+        if isinstance(tokens, list):
+            ids.append(tokens)
+    single = draw.sample(range(size), min(size, count))
+    return {
+        "vocabulary": vocabulary_of(tokenizer),
+        "texts": texts,
+        "ids": ids,
+        "single": single,
+    }
+
+
 def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None:
     """Texts encode as in Python, tokens decode as in Python, and so does any list of tokens."""
     draw = random.Random(seed)
-    asked = []
+    questions = []
     for tokenizer in tokenizers.values():
-        texts = random_texts(count, seed)
-        forms = vocabulary_of(tokenizer).get("forms")
-        if forms:
-            texts = [text for text in texts if is_normalised_alike(forms, text)]
-            assert len(texts) > count / 2
-        size = tokenizer.vocab_size
-        ids = [[draw.randrange(size) for _ in range(draw.randrange(8))] for _ in range(count)]
-        ids += [found for text in texts if isinstance(found := encoded(tokenizer, text), list)]
-        single = draw.sample(range(size), min(size, count))
-        asked.append({"texts": texts, "ids": ids, "single": single})
+        questions.append(questions_for(tokenizer, count, seed, draw))
 
-    answers = in_node(
-        *(
-            {"vocabulary": vocabulary_of(tokenizer)} | each
-            for tokenizer, each in zip(tokenizers.values(), asked, strict=True)
-        )
-    )
+    answers = in_node(*questions)
 
-    for (name, tokenizer), each, answer in zip(tokenizers.items(), asked, answers, strict=True):
+    for name, asked, answer in zip(tokenizers, questions, answers, strict=True):
+        tokenizer = tokenizers[name]
         assert answer["size"] == tokenizer.vocab_size
-        for text, found in zip(each["texts"], answer["encoded"], strict=True):
+        for text, found in zip(asked["texts"], answer["encoded"], strict=True):
             expected = encoded(tokenizer, text)
             assert same(found, expected), (name, text, found, expected)
-        for ids, text in zip(each["ids"], answer["decoded"], strict=True):
+        for ids, text in zip(asked["ids"], answer["decoded"], strict=True):
             assert text == tokenizer.decode(ids), (name, ids)
-        for token, text in zip(each["single"], answer["single"], strict=True):
+        for token, text in zip(asked["single"], answer["single"], strict=True):
             assert text == text_of_token(tokenizer, token), (name, token)
 
 
