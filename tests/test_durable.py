@@ -18,24 +18,46 @@ def names(directory):
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
 
 
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
 def test_a_new_directory_appears_when_it_is_full_and_takes_no_one_s_place(tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
-    with new_directory(tmp_path / "deep" / "out") as partial:
+    deep = tmp_path / "deep"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    users = tmp_path / "out.partial"
+    users.mkdir()
+    (users / "thesis.txt").write_text("mine")
+
+    with new_directory(deep / "out") as partial:
         (partial / "file").write_text("text")
-        assert not (tmp_path / "deep" / "out").exists()
-    (tmp_path / "empty").mkdir()
-    with new_directory(tmp_path / "empty") as partial:
+        assert not (deep / "out").exists()
+    with new_directory(empty) as partial:
         (partial / "other").touch()
     with pytest.raises(FileNotFoundError), new_directory(tmp_path / "failed") as partial:
         (partial / "deep" / "half").touch()
-    directories = ["deep", "deep/out", "deep/out/file", "empty", "empty/other"]
-    assert names(tmp_path) == [*directories, "out.partial", "out.partial/thesis.txt"]
-    mode = stat.S_IMODE((tmp_path / "deep").stat().st_mode)
-    assert stat.S_IMODE((tmp_path / "deep" / "out").stat().st_mode) == mode  # not only for us
-    for taken in ("deep", "empty/other"):
-        with pytest.raises(FileExistsError, match=f"{taken} already exists: choose another"):
-            new_directory(tmp_path / taken).__enter__()
+
+    assert names(tmp_path) == [
+        "deep",
+        "deep/out",
+        "deep/out/file",
+        "empty",
+        "empty/other",
+        "out.partial",
+        "out.partial/thesis.txt",
+    ]
+    assert mode_of(deep / "out") == mode_of(deep)  # not only for us
+
+
+@pytest.mark.parametrize("taken", ["folder", "folder/file"])
+def test_a_new_directory_takes_no_full_folder_s_and_no_file_s_place(tmp_path, taken):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    directory = new_directory(tmp_path / taken)
+
+    with pytest.raises(FileExistsError, match=f"{taken} already exists: choose another"):
+        directory.__enter__()
 
 
 def test_of_two_that_make_one_directory_the_first_wins_and_the_other_hears_of_it(tmp_path):

@@ -105,15 +105,19 @@ def test_byte_pairs_learn_what_is_frequent(byte_pairs):
 
 
 def test_gpt2_s_files_are_read_under_both_names(tmp_path):
-    letters = {letter: index for index, letter in enumerate("abc")}
-    (tmp_path / "vocab.json").write_text(json.dumps(letters | {"ab": 3, "abc": 4}))
+    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
-    assert BPETokenizer.from_gpt2(tmp_path).encode("abcab").tolist() == [4, 3]
+    tokenizer = BPETokenizer.from_gpt2(tmp_path)
+    assert tokenizer.encode("abcab").tolist() == [4, 3]
+
     (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
     with pytest.raises(FileNotFoundError, match=r"has neither encoder\.json"):
         BPETokenizer.from_gpt2(tmp_path)
+
     (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
-    assert BPETokenizer.from_gpt2(str(tmp_path)).encode("abc").tolist() == [4]
+    tokenizer = BPETokenizer.from_gpt2(str(tmp_path))
+    assert tokenizer.encode("abc").tolist() == [4]
 
 
 @pytest.mark.parametrize("merges", ["a b c\n", "a z\n", "a\n"])
@@ -429,19 +433,24 @@ ALPHABETS = [
 def test_gpt2_s_tokens_are_those_of_transformers_before_and_after_saving(data_directory, tmp_path):
     transformers = pytest.importorskip("transformers")
     files = data_directory / "gpt2-bpe"
+    special = "one<|endoftext|>\n two<|endoftext|><|endoftext"
+    contractions = "Ünïcode, and it's <|endoftext|> x"
+    texts = [special, contractions]
     draw = random.Random(0)
-    mine = BPETokenizer.from_gpt2(files)
-    mine.save_gpt2(tmp_path)
-    texts = ["one<|endoftext|>\n two<|endoftext|><|endoftext", "Ünïcode, and it's <|endoftext|> x"]
     for alphabet in ALPHABETS * 500:
-        texts.append("".join(map(chr, draw.choices(alphabet, k=draw.randrange(40)))))
+        points = draw.choices(alphabet, k=draw.randrange(40))
+        texts.append("".join(map(chr, points)))
     theirs = transformers.GPT2Tokenizer(str(files / "encoder.json"), str(files / "vocab.bpe"))
-    for text in texts:
-        tokens = mine.encode(text)
-        assert tokens.tolist() == theirs.encode(text), repr(text)
-        assert mine.decode(tokens) == text
+
+    ours = BPETokenizer.from_gpt2(files)
+    ours.save_gpt2(tmp_path)
     saved = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
-    assert saved.encode(texts[1]) == mine.encode(texts[1]).tolist()
-    assert mine.encode(texts[0]).tolist().count(50256) == 2
-    again = tokenizer_from_json(mine.to_json())
-    assert same_tokens(mine, again, texts[0])
+    again = tokenizer_from_json(ours.to_json())
+
+    for text in texts:
+        tokens = ours.encode(text)
+        assert tokens.tolist() == theirs.encode(text), repr(text)
+        assert ours.decode(tokens) == text
+    assert saved.encode(contractions) == ours.encode(contractions).tolist()
+    assert ours.encode(special).tolist().count(50256) == 2
+    assert same_tokens(ours, again, special)

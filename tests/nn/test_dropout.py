@@ -38,20 +38,23 @@ def small_gpt(**options):
 def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     x = jnp.full((200, 500), 2.0)
 
-    key = jax.random.key(0)
-
-    y = np.asarray(apply_dropout(x, RATE, key))
+    y = np.asarray(apply_dropout(x, RATE, jax.random.key(0)))
 
     scaled = np.float32(2.0) / np.float32(1 - RATE)
     assert set(np.unique(y)) == {np.float32(0), scaled}
     # within four standard deviations of a share of so many numbers
     deviation = share_deviation(x.size)
+    deviation_of_mean = deviation * 2.0 / (1 - RATE)
     kept_share = (y > 0).mean()
     assert abs(kept_share - (1 - RATE)) < 4 * deviation
-    assert abs(y.mean() - 2.0) < 4 * 2.0 / (1 - RATE) * deviation
-    # without a key or a rate the array itself is returned, not a copy
+    assert abs(y.mean() - 2.0) < 4 * deviation_of_mean
+
+
+def test_without_a_key_or_a_rate_the_array_itself_is_returned():
+    x = jnp.full((2, 5), 2.0)
+
     assert apply_dropout(x, RATE, None) is x
-    assert apply_dropout(x, 0.0, key) is x
+    assert apply_dropout(x, 0.0, jax.random.key(0)) is x
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.5, -0.5, float("nan")])
