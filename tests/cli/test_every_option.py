@@ -231,17 +231,23 @@ CODE_AND_PARTS = {"make", "objective", "batches", "vocab_size", "model", "optimi
 def test_every_field_of_the_config_reaches_the_run(command, calls):
     calls.note("jgpt.fitting.fit.fit", stop=True)
     calls.note("jgpt.fitting.fit.plan", stop=True)
-    everything = [word for fields in PARTS.values() for word in words_of(fields)]
-    type_in(command, "tiny", *everything)
+    words = []
+    for fields in PARTS.values():
+        words += words_of(fields)
+
+    type_in(command, "tiny", *words)
+
     config = calls["fit" if command == "train" else "plan"]["config"]
-    default = PRESETS["tiny"][1]
+    _, default = PRESETS["tiny"]
     for part, fields in PARTS.items():
-        received = config if part is None else getattr(config, part)
-        unchanged = default if part is None else getattr(default, part)
+        received = config
+        unchanged = default
+        if part is not None:
+            received = getattr(config, part)
+            unchanged = getattr(default, part)
         names = {field.name for field in dataclasses.fields(received)}
-        assert set(fields) == names - CODE_AND_PARTS or (
-            part == "optimizer" and set(fields) == names - {"make"}
-        )
+        untyped = {"make"} if part == "optimizer" else CODE_AND_PARTS
+        assert set(fields) == names - untyped
         for name, value in fields.items():
             assert getattr(received, name) == value, name
             assert getattr(unchanged, name) != value, f"{name} is typed at its default"
@@ -280,22 +286,29 @@ def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     (tmp_path / "own.py").write_text(MODEL_FILE)
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
-
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
     data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
+
     type_in(*command, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
-    assert calls["plan"]["initial"] == "other"
-    assert calls["plan"]["resume"] is True
-    assert calls["plan"]["overwrite"] is False
-    assert calls["plan"]["config"].model.make.__name__ == "GPT"
-    assert calls["plan"]["config"].optimizer.make.__name__ == "lion"
-    assert calls["plan"]["config"].objective.__name__ == "ours"
-    assert calls["plan"]["config"].dataset.make.__name__ == "Words"
-    assert calls["plan"]["config"].batches.__name__ == "rows"
+
+    plan = calls["plan"]
+    assert plan["initial"] == "other"
+    assert plan["resume"] is True
+    assert plan["overwrite"] is False
+    config = plan["config"]
+    assert config.model.make.__name__ == "GPT"
+    assert config.optimizer.make.__name__ == "lion"
+    assert config.objective.__name__ == "ours"
+    assert config.dataset.make.__name__ == "Words"
+    assert config.batches.__name__ == "rows"
+
     type_in(*command, "--overwrite", cwd=tmp_path)
+
     assert calls["plan"]["resume"] is False
     assert calls["plan"]["overwrite"] is True
+
     type_in(*command, "--on", "v5e:2x4", cwd=tmp_path)
+
     assert calls["compile_ahead"]["on"] == "v5e:2x4"
 
 
@@ -461,18 +474,24 @@ def test_info(calls):
     [((), "forward"), (("--decode",), "decode"), (("--train",), "train")],
 )
 def test_shapes(switch, trace, calls):
-    lines = ["a line"]
     traced = SimpleNamespace(
-        lines=lambda depth: [f"{lines[0]} of depth {depth}"], as_json=lambda: {"in": "json"}
+        lines=lambda depth: [f"a line of depth {depth}"],
+        as_json=lambda: {"in": "json"},
     )
+    program = SimpleNamespace(trace=lambda: traced)
     calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
-    calls.note(f"jgpt.training.programs.{trace}_program", SimpleNamespace(trace=lambda: traced))
-    words = ("--batch", 5, "--time", 7, "--model", "m.py:GPT")
-    assert type_in("shapes", "run", *switch, *words, "--depth", 2) == "a line of depth 2\n"
+    calls.note(f"jgpt.training.programs.{trace}_program", program)
+    words = ("shapes", "run", *switch, "--batch", 5, "--time", 7, "--model", "m.py:GPT")
+
+    drawn = type_in(*words, "--depth", 2)
+    as_json = type_in(*words, "--json")
+
+    assert drawn == "a line of depth 2\n"
+    assert json.loads(as_json) == {"in": "json"}
     received = calls[f"{trace}_program"]
-    assert (received["batch"], received["time"]) == (5, 7)
+    assert received["batch"] == 5
+    assert received["time"] == 7
     assert list(calls["config_of"].values()) == ["run", "m.py:GPT"]
-    assert json.loads(type_in("shapes", "run", *switch, *words, "--json")) == {"in": "json"}
 
 
 @pytest.mark.parametrize(

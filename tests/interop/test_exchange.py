@@ -341,30 +341,44 @@ def test_a_context_of_millions_is_imported(qwen3, tmp_path):
     assert config.steps_per_call == 35
 
 
+def loss_of(model, text):
+    """The loss of rows of tokens, as a number."""
+    return float(jgpt.cross_entropy(model(text[:, :-1]), text[:, 1:]))
+
+
 @pytest.mark.slow
 def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_path):
     """In bfloat16 on a mesh, with a batch, a text and a learning rate of its own."""
     run = tmp_path / "run"
     out = tmp_path / "again"
+
     said = worked("import", qwen3, "--out", run, "--block-size", 6, "--dtype", "bfloat16")
+
     assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
-    before, tokenizer, _ = load(run)
-    text = jnp.asarray(tokenizer.encode(TEXT)[:70].reshape(10, 7))
-    whole = jgpt.load_hf(qwen3)(text[:, :-1])
-    start = float(jgpt.cross_entropy(before(text[:, :-1]), text[:, 1:]))
-    assert start == pytest.approx(float(jgpt.cross_entropy(whole, text[:, 1:])), rel=0.01)
-    assert worked("sample", run, "--prompt", "abc", "--max-new-tokens", 5).startswith("abc")
-    assert "AutoModelForCausalLM" in worked("export", run, "--out", out)
-    assert_same_weights(jgpt.load_hf(out), before)
+    imported, tokenizer, _ = load(run)
+    rows = tokenizer.encode(TEXT)[:70].reshape(10, 7)
+    loss = loss_of(imported, jnp.asarray(rows))
+    loss_in_float32 = loss_of(jgpt.load_hf(qwen3), jnp.asarray(rows))
+    assert loss == pytest.approx(loss_in_float32, rel=0.01)
+
+    sampled = worked("sample", run, "--prompt", "abc", "--max-new-tokens", 5)
+    exported = worked("export", run, "--out", out)
+
+    assert sampled.startswith("abc")
+    assert "AutoModelForCausalLM" in exported
+    assert_same_weights(jgpt.load_hf(out), imported)
     assert (out / "tokenizer.json").read_bytes() == (qwen3 / "tokenizer.json").read_bytes()
     assert (out / "tokenizer_config.json").read_text().endswith("}\n")
 
-    trained = ("--data", text_file, "--batch-size", 8, "--learning-rate", 0.003, "--steps", 8)
-    worked("train", "--resume", "--out", run, *trained, "--mesh", "data=2,fsdp=2,tensor=2")
-    config = load(run)[2]
-    assert (config.model.dtype, config.model.block_size, config.batch_size) == ("bfloat16", 6, 8)
+    further = ("--data", text_file, "--batch-size", 8, "--learning-rate", 0.003, "--steps", 8)
+    worked("train", "--resume", "--out", run, *further, "--mesh", "data=2,fsdp=2,tensor=2")
+
+    _, _, config = load(run)
+    assert config.model.dtype == "bfloat16"
+    assert config.model.block_size == 6
+    assert config.batch_size == 8
     losses = [line["loss"] for line in RunDirectory(run).metrics() if "loss" in line]
-    assert losses[0] == pytest.approx(start, rel=0.1)  # what was imported is what is trained
+    assert losses[0] == pytest.approx(loss, rel=0.1)  # what was imported is what is trained
     assert losses[-1] < 0.8 * losses[0]
     said = refused("train", "--resume", "--out", run, "--batch-size", 4)  # a step was taken
     assert "--batch-size is 8 in the run, 4 in the config" in said

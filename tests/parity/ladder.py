@@ -237,13 +237,18 @@ def _loss(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
 
 
 def _adamw(port: torch.nn.Module, decays: Decays) -> torch.optim.AdamW:
-    named = list(port.named_parameters())
-    groups = [
-        {"params": [leaf for name, leaf in named if decays(name, leaf)]},
-        {"params": [leaf for name, leaf in named if not decays(name, leaf)], "weight_decay": 0.0},
-    ]
+    decaying = []
+    others = []
+    for name, leaf in port.named_parameters():
+        group = decaying if decays(name, leaf) else others
+        group.append(leaf)
+    groups = []
+    if decaying:
+        groups.append({"params": decaying})
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         weight_decay=OPTIMIZER.weight_decay,
     )

@@ -183,26 +183,30 @@ def test_nothing_is_learned_where_weights_are_zero(tmp_path):
     def other_padding(dataset, seed, step):
         batch = padded(dataset, seed, step)
         assert batch.weights is not None
+        first = batch.tokens[:, :1]
         targets = jnp.where(batch.weights > 0, batch.targets, 7)
-        tokens = jnp.concatenate([batch.tokens[:, :1], targets], axis=1)
+        replaced = jnp.concatenate([first, targets], axis=1)
         # inputs before the first counted target stay, since they are its context
-        return Batch(jnp.where(batch.tokens == PAD, tokens, batch.tokens), batch.weights)
+        tokens = jnp.where(batch.tokens == PAD, replaced, batch.tokens)
+        return Batch(tokens, batch.weights)
 
-    config = TrainConfig(
-        model=ModelConfig("bigram", block_size=BLOCK),
-        steps=3,
-        batch_size=ROWS,
-        sample_tokens=0,
-        out=str(tmp_path / "one"),
-    )
-    one = jgpt.fit(config, dataset=notes(), batches=padded, progress=None)
-    config = dataclasses.replace(config, out=str(tmp_path / "other"))
-    other = jgpt.fit(config, dataset=notes(), batches=other_padding, progress=None)
-    config = dataclasses.replace(config, out=str(tmp_path / "plain"))
-    plain = jgpt.fit(config, dataset=notes(), progress=None)
+    def losses(name, **batches):
+        config = TrainConfig(
+            model=ModelConfig("bigram", block_size=BLOCK),
+            steps=3,
+            batch_size=ROWS,
+            sample_tokens=0,
+            out=str(tmp_path / name),
+        )
+        run = jgpt.fit(config, dataset=notes(), progress=None, **batches)
+        return run.metrics["loss"][1:]
 
-    assert one.metrics["loss"][1:] == other.metrics["loss"][1:]
-    assert one.metrics["loss"][1:] != plain.metrics["loss"][1:]
+    with_padding = losses("one", batches=padded)
+    with_other_padding = losses("other", batches=other_padding)
+    without_weights = losses("plain")
+
+    assert with_padding == with_other_padding
+    assert with_padding != without_weights
 
 
 def changed(**changes):

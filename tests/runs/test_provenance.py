@@ -89,6 +89,10 @@ def test_a_run_from_before_the_text_was_recorded_compares_its_tokens(of_python_3
         evaluate(run.path)
 
 
+def micro_batches_in(run: RunDirectory) -> list[int]:
+    return [line["micro_batches"] for line in run.provenance()]
+
+
 def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_path, monkeypatch):
     """Of 12 rows a device holds 6 at once, and the one that goes on 3: evaluations are as large."""
     out = tmp_path / "run"
@@ -97,13 +101,13 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
     def memory_of_rows(config):
         return TrainingMemory(0, config.batch_size // config.micro_batches)
 
-    def spy(tokens, numbers, block_size):
+    def note_rows(tokens, numbers, block_size):
         evaluated.append(numbers.shape[1])
         return windows_by_number(tokens, numbers, block_size)
 
     monkeypatch.setattr(memory, "training_memory", memory_of_rows)
     monkeypatch.setattr(hardware, "host_memory", lambda: 2 * 6)
-    monkeypatch.setattr(evaluation, "windows_by_number", spy)
+    monkeypatch.setattr(evaluation, "windows_by_number", note_rows)
     config = TrainConfig(
         model=ModelConfig(architecture="bigram", block_size=7, dropout=0.1),
         dataset=DataConfig(data=(str(poem),)),
@@ -113,22 +117,28 @@ def test_micro_batches_that_a_device_s_memory_decides_are_recorded(poem, tmp_pat
         micro_batches="auto",
         sample_tokens=0,
     )
+
     fit(config)
+
     run = RunDirectory.open(out)
     assert run.config().micro_batches == "auto"
-    assert [line["micro_batches"] for line in run.provenance()] == [2]
+    assert micro_batches_in(run) == [2]
+
     monkeypatch.setattr(hardware, "host_memory", lambda: 2 * 3)
     progress = Heard()
     fit(dataclasses.replace(config, steps=3), resume=True, progress=progress)
-    assert [line["micro_batches"] for line in run.provenance()] == [2, 4]
-    (changed,) = (line for line in progress.messages if "micro-batches" in line)
-    assert changed == (
+
+    assert micro_batches_in(run) == [2, 4]
+    about_micro_batches = [line for line in progress.messages if "micro-batches" in line]
+    assert about_micro_batches == [
         "4 micro-batches fit here, 2 were used before: gradients differ in rounding, and dropout "
         "in its random numbers"
-    )
+    ]
+
     evaluate(out)
     (run.path / "provenance.jsonl").unlink()  # then one row at a time, which fits anywhere
     evaluate(out)
+
     assert evaluated[::2] == [6, 3, 3, 1]  # they are read for the exact loss and the estimate
     planned = plan_of_run(dataclasses.replace(config, steps=4), resume=True)
     assert planned.config.micro_batches == 4

@@ -104,18 +104,24 @@ def test_micro_batches_and_their_metrics_are_averaged_by_weight():
 
 
 def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_batches():
-    weights = jnp.where(TOKENS[:, 1:] > 4, 1.0, 0.0).at[0].set(0.5)  # batch time
-    losses = target_losses(model_merger(BIGRAM.model)(init_state(BIGRAM).weights), TOKENS)
+    targets = TOKENS[:, 1:]
+    weights = jnp.where(targets > 4, 1.0, 0.0)  # batch time
+    weights = weights.at[0].set(0.5)
+    model = model_merger(BIGRAM.model)(init_state(BIGRAM).weights)
+    losses = target_losses(model, TOKENS)
     expected = float((losses * weights).sum() / weights.sum())
-    batches = Batch(TOKENS, weights)
-    batches = jax.tree.map(lambda leaf: leaf[None], batches)  # of one step
+    of_one_step = jax.tree.map(lambda leaf: leaf[None], Batch(TOKENS, weights))
 
     for micro_batches in (1, 3):
         config = dataclasses.replace(
             BIGRAM, micro_batches=micro_batches, objective=lambda config: next_token_loss
         )
-        _, metrics = make_train_steps(config)(init_state(config), batches, KEY, 1, 0)
+        steps = make_train_steps(config)
+
+        _, metrics = steps(init_state(config), of_one_step, KEY, 1, 0)
+
         np.testing.assert_allclose(metrics.loss, [expected], rtol=1e-6)
+    # the control: a mean without weights is another
     assert abs(expected - float(losses.mean())) > 1e-3
 
 
@@ -158,15 +164,19 @@ def test_a_teachers_arrays_are_arguments_of_the_program():
 
 @pytest.mark.parametrize("make", [closing_over_a_teacher, Distillation])
 def test_an_objective_computes_with_the_arrays_that_it_is_given(make):
-    with_arrays, arrays = split_arrays(make(CONFIG))
+    objective = make(CONFIG)
     student = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(6))
+    batch = Batch(TOKENS)
+    with_arrays, arrays = split_arrays(objective)
+    zeros = [jnp.zeros_like(leaf) for leaf in arrays]
 
-    same = with_arrays(arrays)(student, Batch(TOKENS), None)
-    zeros = with_arrays([jnp.zeros_like(leaf) for leaf in arrays])(student, Batch(TOKENS), None)
+    loss = with_arrays(arrays)(student, batch, None)
+    loss_with_zeros = with_arrays(zeros)(student, batch, None)
 
-    assert same == make(CONFIG)(student, Batch(TOKENS), None)
-    np.testing.assert_allclose(zeros, jnp.square(student(TOKENS[:, :-1])).mean(), rtol=1e-6)
-    assert zeros != same
+    assert loss == objective(student, batch, None)
+    logits = student(TOKENS[:, :-1])
+    np.testing.assert_allclose(loss_with_zeros, jnp.square(logits).mean(), rtol=1e-6)
+    assert loss_with_zeros != loss
 
 
 def of(result) -> Any:
