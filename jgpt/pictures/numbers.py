@@ -133,7 +133,7 @@ class Look:
         self.name = name
         self._graph, weights = nnx.split(model)
         self.weights = nnx.to_pure_dict(weights)
-        if like is not None and like._graph == self._graph:
+        if like is not None and self.has_programs_of(like):
             self.anatomy = like.anatomy
             self.rows = like.rows
             self._program = like._program
@@ -141,6 +141,10 @@ class Look:
             self.anatomy = anatomy_of(model)
             self.rows = functools.cache(self._rows_of)
             self._program = jax.jit(self.forward)
+
+    def has_programs_of(self, other: "Look") -> bool:
+        """Return whether the model is that of `other` with other weights."""
+        return self._graph == other._graph
 
     def __call__(
         self, tokens: list[int], prompt: int, changes: Changes = Changes()

@@ -20,7 +20,7 @@ from jgpt.pictures.model import page_model, require_primitives
 from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
-from jgpt.pictures.weights import PackedWeights, pack_json, pack_weights
+from jgpt.pictures.weights import OTHER, pack_json, pack_weights
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
@@ -30,6 +30,8 @@ MOST_PARAMETERS = 150_000_000
 to open in Chromium on two cores, and 3 GB of memory; 3 tokens a second were written on it."""
 NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
+NAMES = ("model", "other")
+"""What a page calls two models that have no names of their own."""
 
 
 def make_page(
@@ -38,16 +40,20 @@ def make_page(
     name: str,
     prompt: str | None = None,
     max_new_tokens: int | None = 0,
+    other: LanguageModel | None = None,
+    names: tuple[str, str] = NAMES,
 ) -> "Page":
     """Return the page that computes; for a model that no page holds, that of the prompt alone.
 
     Arguments are those of `model_page`. Raises ValueError for a model that no page holds if there
-    is no prompt, and the errors of `look_page`.
+    is no prompt or another model, and the errors of `model_page` and `look_page`.
     """
     try:
-        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens))
+        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens, other, names))
     except Uncomputable as error:
         reason = str(error)
+    if other is not None:
+        raise ValueError(f"{reason}: leave the other model out, for a page of one text alone")
     if prompt is None:
         raise ValueError(
             Message(f"{reason}: give a ", Field("prompt"), ", for a page of that text alone")
@@ -85,29 +91,73 @@ def model_page(
     name: str,
     prompt: str | None = None,
     max_new_tokens: int | None = 0,
+    other: LanguageModel | None = None,
+    names: tuple[str, str] = NAMES,
 ) -> str:
     """Return an HTML page that holds a model, its tokenizer and the programs of its numbers.
 
     The page computes, and everything on it follows what is typed and changed. It begins with the
     prompt and its continuation, sampled as in `look_page`; without a prompt, with a text of
-    `NEW_TOKENS` that the model writes. Raises Uncomputable for a model that is too large or has an
-    operation that the page lacks, and for a tokenizer that it can't encode with; and the errors of
-    `look_page`.
+    `NEW_TOKENS` that the model writes. With another model, the page has the weights of both and
+    shows them side by side; `names` are what it calls them. Raises Uncomputable for a model that is
+    too large or has an operation that the page lacks, and for a tokenizer that it can't encode
+    with; ValueError for another model that differs in more than its weights, or not at all; and the
+    errors of `look_page`.
     """
-    require_room(model)
+    if other is None:
+        require_room(model)
+    else:
+        require_room(model, other)
     vocabulary_for_page(tokenizer)
     look = Look(model, tokenizer, name)
+    other_look = None
+    if other is not None:
+        other_look = Look(other, tokenizer, name, like=look)
+        _require_other_weights(look, other_look, names)
     text = first_text(look, prompt, max_new_tokens)
-    return ModelPages(look).page(look, text)
+    return ModelPages(look).page(look, text, other=other_look, names=names)
 
 
-def require_room(model: LanguageModel) -> None:
-    """Raise Uncomputable for a model that is too large for a page. The model may be abstract."""
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+def require_room(*models: LanguageModel) -> None:
+    """Raise Uncomputable for models that are too large for a page. They may be abstract."""
+    parameters = 0
+    for model in models:
+        parameters += sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     if parameters > MOST_PARAMETERS:
+        of_both = ""
+        if len(models) > 1:
+            of_both = " of both models together"
         raise Uncomputable(
-            f"{parameters:,} parameters are too many for a page, which holds {MOST_PARAMETERS:,}"
+            f"{parameters:,} parameters{of_both} are too many for a page, "
+            f"which holds {MOST_PARAMETERS:,}"
         )
+
+
+def _require_other_weights(look: Look, other: Look, names: tuple[str, str]) -> None:
+    """Raise ValueError for a second model that differs in more than its weights, or not at all."""
+    first_name, second_name = names
+    first = look.named_weights()
+    second = other.named_weights()
+    for path in first | second:
+        shapes = []
+        for weights in (first, second):
+            described = "missing"
+            if path in weights:
+                described = f"{weights[path].dtype}{list(weights[path].shape)}"
+            shapes.append(described)
+        if shapes[0] != shapes[1]:
+            weight = path.partition("/")[2].replace("/", ".")
+            raise ValueError(
+                f"{weight} is {shapes[0]} in {first_name} and {shapes[1]} in {second_name}: "
+                "a page shows two models of one architecture"
+            )
+    if not other.has_programs_of(look):
+        raise ValueError(
+            f"{first_name} and {second_name} differ in more than their weights: "
+            "a page shows two models of one architecture"
+        )
+    if all(np.array_equal(first[path], second[path]) for path in first):
+        raise ValueError(f"{first_name} and {second_name} have equal weights: give one of them")
 
 
 def vocabulary_for_page(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -217,12 +267,30 @@ class ModelPages:
         self._description = pack_json(page_model(look))
         self._code = code_of(look.model)
 
-    def page(self, look: Look, text: FirstText, training: dict[str, Any] | None = None) -> str:
+    def page(
+        self,
+        look: Look,
+        text: FirstText,
+        training: dict[str, Any] | None = None,
+        other: Look | None = None,
+        names: tuple[str, str] = NAMES,
+    ) -> str:
         """Return the page of a model's weights, which begins with a text.
 
-        `training` is the progress of a run, for `page/7_training.js`.
+        `training` is the progress of a run, for `page/7_training.js`. With `other` the page has the
+        weights of two models, which it calls by their names.
         """
-        weights = pack_weights(look.named_weights())
+        named = look.named_weights()
+        if other is not None:
+            # Packed together, so that the size of both decides on their precision.
+            for path, array in other.named_weights().items():
+                named[OTHER + path] = array
+        weights = pack_weights(named)
+        models = [{"name": names[0]} | _expected(look, text, text.numbers, weights.unpacked)]
+        if other is not None:
+            numbers = other(text.tokens, text.prompt)
+            its = {path: weights.unpacked[OTHER + path] for path in look.named_weights()}
+            models.append({"name": names[1]} | _expected(other, text, numbers, its))
         anatomy = look.anatomy
         worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
         data = {
@@ -230,8 +298,7 @@ class ModelPages:
             "computes": True,
             "text": text.text,
             "prompt": text.prompt,
-            "expected": _last_log_probabilities(text.numbers),
-            "expected_unpacked": self._expected_unpacked(look, text, weights),
+            "models": models,
             "precision": weights.precision,
             "paths": {
                 "heads": anatomy.head_outputs,
@@ -249,18 +316,28 @@ class ModelPages:
         policy = "connect-src 'none'; worker-src blob:"
         return page_of(data, policy=policy, libraries=("tokenizer",))
 
-    def _expected_unpacked(
-        self, look: Look, text: FirstText, weights: PackedWeights
-    ) -> list[float] | None:
-        """Return what JAX computes with the weights of the page, if they are rounded."""
-        if weights.precision == "float32":
-            return None
-        rounded = look.with_named_weights(weights.unpacked)
-        return _last_log_probabilities(rounded(text.tokens, text.prompt))
+
+def _expected(
+    look: Look, text: FirstText, numbers: dict[str, Any], unpacked: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what JAX computes of a text, for a page to say how close its own numbers are.
+
+    `unpacked` are the weights that the page has. If they are rounded, `expected_unpacked` is what
+    JAX computes with them.
+    """
+    expected_unpacked = None
+    weights = look.named_weights()
+    if any(not np.array_equal(unpacked[path], array) for path, array in weights.items()):
+        rounded = look.with_named_weights(unpacked)
+        expected_unpacked = _last_log_probabilities(rounded(text.tokens, text.prompt))
+    return {
+        "expected": _last_log_probabilities(numbers),
+        "expected_unpacked": expected_unpacked,
+    }
 
 
 def _last_log_probabilities(numbers: dict[str, Any]) -> list[float]:
-    """Return those of the model's own predictions, for a page to say how close its own are."""
+    """Return those of the model's own predictions."""
     return np.ravel(numbers["log_probabilities"][-1]).tolist()
 
 
@@ -312,12 +389,17 @@ def look(
     tokenizer: Tokenizer,
     prompt: str | None = None,
     max_new_tokens: int = 0,
+    *,
+    other: LanguageModel | None = None,
+    names: tuple[str, str] = NAMES,
 ) -> Page:
     """Return the page of `jgpt look` for a notebook. It holds the model and computes.
 
     It begins with the prompt and `max_new_tokens` tokens that are sampled after it; without a
-    prompt, with a text that the model writes. For a model that is too large for a page, the page
-    has the numbers of the prompt alone, and `reason` says why. Raises ValueError for a prompt or a
-    model for which the command ends with an error.
+    prompt, with a text that the model writes. With `other`, such as another checkpoint of the run,
+    it holds both models and shows them side by side, and `names` are what it calls them. For a
+    model that is too large for a page, the page has the numbers of the prompt alone, and `reason`
+    says why. Raises ValueError for a prompt or a model for which the command ends with an error.
     """
-    return make_page(model, tokenizer, type(model).__name__, prompt, max_new_tokens)
+    name = type(model).__name__
+    return make_page(model, tokenizer, name, prompt, max_new_tokens, other, names)

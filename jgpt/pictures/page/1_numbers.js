@@ -36,7 +36,8 @@ function following(depth, position, of = data) {
   return { token: tokens[position + 1], probability: Math.exp(log), bits: -log / Math.LN2, rank };
 }
 /** What the model gave the token at a position; null for the first one. */
-const surprise = position => position ? following(depths, position - 1) : null;
+const surprise = (position, of = data) =>
+  position ? following(depths, position - 1, of) : null;
 const sum = list => list.reduce((a, b) => a + b, 0);
 /** The loss on a text, in nats per token. */
 const lossOf = logs => -sum(logs) / logs.length;
@@ -67,6 +68,7 @@ function show(found) {
   buildHeads();
   buildForward();
   if (data.computes) buildSwitches();
+  buildCompared();
   choose({});
   if (worker) buildGuide();
 }

@@ -54,7 +54,7 @@ function buildNames() {
   document.body.style = `--time: ${time}; --widest: ${widest}`;
   const texts = tokens.map(cut);
   for (const names of document.querySelectorAll(".names")) {
-    if (names.closest("#twins") && !data.other || !changed(names, ...texts)) continue;
+    if (!changed(names, ...texts)) continue;
     names.classList.toggle("long", widest > 2);
     setTexts(names, texts);
   }
@@ -68,6 +68,7 @@ const AMBER = [245, 158, 11];
 const opacity = w => Math.sqrt(w);
 /** A pixel, as an integer. */
 const pixel = ([red, green, blue], w) => red | green << 8 | blue << 16 | 255 * opacity(w) << 24;
+const pixelOf = x => pixel(x < 0 ? AMBER : BLUE, Math.abs(x));
 /** Paint a canvas of a pixel for each entry: what `paint` does with an array of integers. */
 function paintPixels(canvas, width, height, paint) {
   canvas.width = width;

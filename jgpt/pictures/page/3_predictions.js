@@ -16,8 +16,20 @@ function buildText() {
     span.style.background = tint("amber", Math.min(1, (surprise(position)?.bits ?? 0) / most));
     return span;
   });
+  if (data.difference) shadeDifferences();
   const breakAfter = token => data.texts[token].endsWith("\n") ? "\n" : "";
   $("text").replaceChildren(...tokens.flatMap((token, i) => [textSpans[i], breakAfter(token)]));
+}
+/** Shade each token by how much more or less it surprises the second of two models. */
+function shadeDifferences() {
+  const apart = tokens.map((_, position) => bitsApart(position));
+  const largest = Math.max(...apart.map(Math.abs));
+  $("most-apart").textContent = largest.toFixed(1);
+  textSpans.forEach((span, position) => {
+    // More surprise is less of what the model should give, so amber.
+    const colour = signedColour(-apart[position]);
+    span.style.background = tint(colour, Math.abs(apart[position]) / largest || 0);
+  });
 }
 function drawText() {
   const { query } = chosen;
@@ -31,8 +43,9 @@ function drawText() {
     element("b", { textContent: visible(tokens[query]) }),
     ` at position ${query}, ${origin}: ${describeSurprise(query)}.`);
 }
-function describeSurprise(position) {
-  const known = surprise(position);
+function describeSurprise(position, of = data) {
+  if (of.difference) return describeSurpriseOfBoth(position);
+  const known = surprise(position, of);
   if (!known) return "nothing comes before it, so nothing predicts it";
   return `${known.bits.toFixed(2)} bits, probability ${number(known.probability)}, `
     + `rank ${known.rank} of ${data.vocab_size}`;
@@ -72,6 +85,10 @@ function fillLens(lens, of) {
   nameCells(lens.named[0], names);
   nameCells(lens.named[1], names.slice(1));
   lens.cells.forEach((row, depth) => row.forEach((cell, position) => {
+    if (of.difference) {
+      fillCellOfDifference(cell, depth, position);
+      return;
+    }
     const [best] = predictions(depth, position, of);
     const right = following(depth, position, of)?.rank === 1;
     const shade = best.probability.toFixed(3);
@@ -103,6 +120,7 @@ function nameCells(cells, names) {
   });
 }
 function describeLens(depth, position, of) {
+  if (of.difference) return describeLensOfBoth(depth, position);
   const next = following(depth, position, of);
   const lines = predictions(depth, position, of).slice(0, 3).map(likely);
   if (next) lines.push(`next was ${likely(next)}, rank ${next.rank}`);
@@ -120,6 +138,10 @@ function distribution(depth, position) {
 function drawBars() {
   const { depth, query } = chosen;
   drawLens(lens, data);
+  if (data.difference) {
+    drawBarsOfDifference();
+    return;
+  }
   const next = following(depth, query);
   const rows = distribution(depth, query).slice(0, 10);
   if (next && !rows.some(each => each.token === next.token)) rows.push(next);

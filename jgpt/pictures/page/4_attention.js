@@ -6,7 +6,7 @@ function paintHead(layer, head, of, canvas) {
   paintPixels(canvas, time, time, pixels => {
     for (let query = 0; query < time; query++) {
       for (let key = 0; key <= query; key++) {
-        pixels[query * time + key] = pixel(BLUE, weight(layer, head, query, key, of));
+        pixels[query * time + key] = pixelOf(weight(layer, head, query, key, of));
       }
     }
   });
@@ -15,38 +15,46 @@ let headButtons = [];
 function buildHeads() {
   $("attention").hidden = !data.attention;
   if (!data.attention) return;
-  if (changed($("heads"), layers, heads)) layOutHeads();
-  for (const button of headButtons) {
+  if (changed($("heads"), layers, heads)) headButtons = layOutHeads($("heads"), "head");
+  paintHeads(headButtons, data);
+}
+function paintHeads(buttons, of) {
+  for (const button of buttons) {
     const { layer, head } = button.chooses;
-    paintHead(layer, head, data, button.previousSibling);
+    paintHead(layer, head, of, button.previousSibling);
   }
 }
-function layOutHeads() {
-  const grid = $("heads");
+/** Fill a grid with a button for each head; `group` is a name that no other grid has. */
+function layOutHeads(grid, group) {
   const name = textContent => grid.append(element("span", { className: "name", textContent }));
   grid.replaceChildren();
   grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(24px, 120px))`;
-  headButtons = [];
+  const buttons = [];
   name("");
   for (let head = 0; head < heads; head++) name(heads > 6 ? head : `head ${head}`);
   for (let layer = 0; layer < layers; layer++) {
     name(layers > 8 ? layer : `layer ${layer}`);
     for (let head = 0; head < heads; head++) {
-      const button = element("input", { type: "radio", name: "head", chooses: { layer, head } });
+      const button = element("input", { type: "radio", name: group, chooses: { layer, head } });
       button.ariaLabel = `layer ${layer}, head ${head}`;
-      headButtons.push(button);
+      buttons.push(button);
       grid.append(element("div", {}, element("canvas"), button));
     }
   }
+  return buttons;
 }
-pictures.set($("heads"), {
-  say: () => "",  // each has its name beside it
-  mark: () => headButtons[chosen.layer * heads + chosen.head],
-  across: step("head"),
-  down: step("layer"),
-});
+function exploreHeads(grid, buttons) {
+  pictures.set(grid, {
+    say: () => "",  // each has its name beside it
+    mark: () => buttons()[chosen.layer * heads + chosen.head],
+    across: step("head"),
+    down: step("layer"),
+  });
+}
+exploreHeads($("heads"), () => headButtons);
 function describeWeight(query, key, of = data) {
   if (key > query) return `${at(key)} comes after ${at(query)}:\nit can't be attended to`;
+  if (of.difference) return `${at(query)} → ${at(key)}\n${describeWeightOfBoth(query, key)}`;
   const w = weight(chosen.layer, chosen.head, query, key, of);
   return `${at(query)} → ${at(key)}\nweight ${number(w)}`;
 }
@@ -109,9 +117,10 @@ function drawArcsOf(context, query, least, strength) {
   const bottom = context.canvas.height;
   for (let key = 0; key <= query; key++) {
     const w = weight(chosen.layer, chosen.head, query, key);
-    if (w <= least) continue;
-    context.strokeStyle = `rgba(${BLUE}, ${strength * opacity(w)})`;
-    context.lineWidth = 2 + 6 * w * strength;
+    const size = Math.abs(w);
+    if (size <= least) continue;
+    context.strokeStyle = `rgba(${w < 0 ? AMBER : BLUE}, ${strength * opacity(size)})`;
+    context.lineWidth = 2 + 6 * size * strength;
     context.beginPath();
     if (key === query) {
       context.arc(middleOf(query), bottom - 14, 9, 0, 2 * Math.PI);
@@ -132,10 +141,11 @@ function drawArcs() {
   drawArcsOf(emptied($("own-arcs")), query, .0005, 1);
   const bars = emptied($("arc-bars"));
   const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
-  const largest = Math.max(...weights);
+  const largest = Math.max(...weights.map(Math.abs));
   weights.forEach((w, to) => {
-    bars.fillStyle = `rgba(${BLUE}, ${to === key ? 1 : .55})`;
-    bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, w / largest * 92));
+    bars.fillStyle = `rgba(${w < 0 ? AMBER : BLUE}, ${to === key ? 1 : .55})`;
+    const height = Math.abs(w) / largest * 92 || 0;  // two models may have equal weights
+    bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, height));
   });
   mark($("arc-names"), $("arc-names").children[query]);
   $("largest").textContent = number(largest);

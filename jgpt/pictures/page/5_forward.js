@@ -86,7 +86,7 @@ function drawPart(part) {
   const largest = Math.max(...values.map(Math.abs)) || 1;
   canvas.style.height = `${rows > 1 ? Math.min(8 * rows, 96) : 14}px`;
   paintPixels(canvas, columns, rows, pixels => values.forEach((x, i) => {
-    pixels[i] = pixel(x < 0 ? AMBER : BLUE, Math.abs(x) / largest);
+    pixels[i] = pixelOf(x / largest);
   }));
   if (!part.row.open) return;
   const lines = Array.from({ length: rows }, (_, row) => {
@@ -165,9 +165,10 @@ function drawFlow() {
 }
 function buildFlow() {
   const of = data.gradientOf;
-  $("flow-title").textContent = of === true
+  const whose = data.difference ? `${nameOfDifference()}: ` : "";
+  $("flow-title").textContent = whose + (of === true
     ? `The gradient of the text's loss, ${data.loss.toFixed(3)} nats per token`
-    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`;
+    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`);
   const grid = $("flow-grid");
   const width = widest <= 2 ? 20 : 8 * widest + 12;
   grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;

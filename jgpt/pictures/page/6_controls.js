@@ -114,7 +114,7 @@ function drawChanges() {
   }
   const { before } = data;
   const { query } = chosen;
-  let effect = describeLoss(data);
+  let effect = data.difference ? describeLosses() : describeLoss(data);
   if (before) {
     const [token] = before.candidates[query];
     const was = likely({ token, probability: Math.exp(before.log_probabilities[query][0]) });
@@ -160,6 +160,7 @@ function startComputing(found) {
   $("reset").onclick = () => change(restored({}));
   addEventListener("hashchange", () => change(restored(inAddress())));
   state = restored(inAddress());
+  startComparing(found.models);
   if (found.training) startTraining(found.training);
   startWorker(found).then(restorePlace);
 }
@@ -172,8 +173,9 @@ function inAddress() {
 }
 /** A state that lacks nothing, in the controls too. */
 function restored(given) {
-  const none = { heads: {}, blocks: {}, patch: null, gradient: false };
+  const none = { heads: {}, blocks: {}, patch: null, gradient: false, shown: 0 };
   const found = { prompt: first.text, ...none, ...given };
+  if (first.models.length === 1 || !SHOWN.includes(found.shown)) found.shown = 0;
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";
   $("gradient").checked = found.gradient;

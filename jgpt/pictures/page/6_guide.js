@@ -16,7 +16,7 @@ function questions() {
   ].filter(([isThere]) => isThere);
 }
 function buildGuide() {
-  $("guide").hidden = false;
+  $("guide").hidden = Boolean(data.difference);  // an answer is one model's
   $("unit").textContent = unit();
   const buttons = questions().map(([, textContent, onclick]) =>
     element("button", { textContent, onclick }));

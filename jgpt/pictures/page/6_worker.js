@@ -60,13 +60,17 @@ async function computed(state) {
     const changes = { ...changesOf(state), patch };
     const isFirst = prompt === first.text;
     const count = isFirst ? first.prompt : tokens.length;  // the model has sampled the others
-    const record = await askWorker({ compute: { tokens, prompt: count, changes, gradient } });
-    if (gradient) for (const array of record.arrays) array.values = array.gradient;
+    const compute = { tokens, prompt: count, changes, gradient, ranked: first.models.length > 1 };
+    const records = await Promise.all(first.models.map((_, model) => askWorker({ compute, model })));
+    for (const record of records) {
+      record.texts = textsOf(record);
+      if (gradient) for (const array of record.arrays) array.values = array.gradient;
+    }
     const code = codeOf(problem ? { ...state, patch: null } : state, first.paths);
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
-    const texts = textsOf(record);
-    return { ...record, texts, computes: true, text: prompt, code, gradientOf: gradient };
+    const record = shownOf(records, state.shown);
+    return { ...record, computes: true, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }
@@ -169,7 +173,7 @@ async function writeOnInWorker() {
   $("write").textContent = "Stop";
   const began = performance.now();
   try {
-    await askWorker({ write }, hearToken);
+    await askWorker({ write, model: state.shown }, hearToken);
   } catch (error) {
     say(error.message, true);
   }
@@ -237,17 +241,19 @@ function codeOf({ prompt, heads, blocks, patch }, paths) {
 /** Say what the page is, that it is slow if its first numbers took many seconds, and how far they are
  *  from JAX's, unless a link changes them. */
 function sayHowClose(seconds) {
-  const { expected, expected_unpacked: expectedUnpacked, precision } = first;
+  const { models, precision } = first;
   const contents = [...document.querySelectorAll("script, style")];
   const megabytes = sum(contents.map(each => each.textContent.length)) / 1e6;
-  const sentences = [`This file of ${megabytes.toFixed(1)} MB holds the model, with weights in `
+  const isPair = models.length > 1;
+  const what = isPair ? `both models, ${modelNames.join(" and ")}` : "the model";
+  const sentences = [`This file of ${megabytes.toFixed(1)} MB holds ${what}, with weights in `
     + `${precision}, and computes every number here.`];
-  if (data && state.prompt === first.text && !data.before) {
-    const distance = expectedUnpacked
-      ? `${farthest(expectedUnpacked)} of those that JAX computes with these weights, and within `
-        + `${farthest(expected)} of those with the model's own weights`
-      : `${farthest(expected)} of JAX's`;
-    sentences.push(`On the first text its log probabilities are within ${distance}.`);
+  if (data && state.prompt === first.text && !data.pair?.[0].before && !data.before) {
+    const records = data.pair ?? [data];
+    models.forEach(({ name, ...expected }, i) => {
+      const whose = isPair ? `the log probabilities of ${name}` : "its log probabilities";
+      sentences.push(`On the first text ${whose} are within ${distance(records[i], expected)}.`);
+    });
   }
   if (seconds > 2) {
     sentences.push(`Its numbers took ${seconds.toFixed(0)} s: a model of this size is slow in a `
@@ -255,9 +261,16 @@ function sayHowClose(seconds) {
   }
   $("closeness").textContent = sentences.join(" ");
 }
-/** The largest difference between the log probabilities here and others, relative to the largest. */
-function farthest(others) {
-  const found = data.log_probabilities[depths].flat();
+/** How far the numbers of a record are from those that JAX computes, in words. */
+function distance(record, { expected, expected_unpacked: expectedUnpacked }) {
+  if (!expectedUnpacked) return `${farthest(record, expected)} of JAX's`;
+  return `${farthest(record, expectedUnpacked)} of those that JAX computes with these weights, and `
+    + `within ${farthest(record, expected)} of those with the model's own weights`;
+}
+/** The largest difference between a record's log probabilities and others, relative to the largest
+ *  of those. */
+function farthest(record, others) {
+  const found = record.log_probabilities[depths].flat();
   const largest = Math.max(...others.map(Math.abs));
   const apart = Math.max(...others.map((x, i) => Math.abs(x - found[i]))) / largest;
   return apart.toExponential(0);

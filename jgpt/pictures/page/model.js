@@ -11,6 +11,8 @@
 //             block returns at a position for other tokens, of which those after it don't matter
 //   gradient  whether each array gets `gradient` beside `values`: that of the text's loss for it; or
 //             of the loss of one token, for a position after the first
+//   ranked    whether the record gets `ranked`: all candidates and their log probabilities at each
+//             depth and position, {most, tokens, logs}, of which there are `most` in a row
 //
 // The record is that of `Look` in Python, with two differences: arrays have their numbers as they
 // are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
@@ -102,7 +104,7 @@ function streamsFor({patch}, time) {
     streams.dtype, streams.shape, Float32Array.from(interpreter.numbersOf(streams)));
 }
 
-function compute({tokens, prompt = tokens.length, changes = {}, gradient = false}) {
+function compute({tokens, prompt = tokens.length, changes = {}, gradient = false, ranked = false}) {
   requireFits(tokens);
   let before = null;
   if (isChange(changes)) {
@@ -116,6 +118,7 @@ function compute({tokens, prompt = tokens.length, changes = {}, gradient = false
   const {outputs, program} = run(tokens, changes, streams);
   const arrays = arraysOf(outputs, program.rows, tokens.length);
   const data = dataOf(tokens, prompt, outputs, arrays, before);
+  if (ranked) data.ranked = rankedOf(outputs, tokens.length);
   if (gradient) addGradients(data, gradient, arrays, changes, streams);
   return data;
 }
@@ -160,7 +163,12 @@ function dataOf(tokens, prompt, outputs, arrays, before) {
     before,
   };
   data.arrays = arrays.map(({row, values}) => ({
-    name: row.name, path: row.path, dimensions: row.dimensions, sizes: row.sizes, values,
+    index: row.index,
+    name: row.name,
+    path: row.path,
+    dimensions: row.dimensions,
+    sizes: row.sizes,
+    values,
   }));
   for (const {values} of arrays) requireFinite(values.steps);
   const maps = layers.map((_, layer) => outputs[`attention/${layer}`]);
@@ -182,6 +190,21 @@ function lastOf(candidates, best, depth, position) {
   const start = (depth * length + position) * most;
   const part = (x) => Array.from(interpreter.numbersOf(x).subarray(start, start + most));
   return [part(candidates), part(best)];
+}
+
+// All candidates of each depth and position, without padding.
+function rankedOf({candidates, log_probabilities: best}, time) {
+  const [depths, length, most] = candidates.shape;
+  const size = time * most;
+  const ranked = {
+    most, tokens: new Int32Array(depths * size), logs: new Float32Array(depths * size),
+  };
+  for (let depth = 0; depth < depths; depth++) {
+    const start = depth * length * most;
+    ranked.tokens.set(interpreter.numbersOf(candidates).subarray(start, start + size), depth * size);
+    ranked.logs.set(interpreter.numbersOf(best).subarray(start, start + size), depth * size);
+  }
+  return ranked;
 }
 
 // The predictions of the unchanged model.
