@@ -898,6 +898,7 @@ def _record(
 
 def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call a function, and record what the functions in the recording's folders do."""
+    # A thread has one trace function, so a debugger would lose its own.
     if sys.gettrace() is not None:
         raise RuntimeError(
             "a debugger or coverage traces this thread: end it, or call annotated_source elsewhere"
@@ -909,7 +910,7 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
         try:
             function(*arguments)
         except Exception as error:
-            sys.settrace(None)
+            sys.settrace(None)  # what reads the error is not a part of the call
             recording.fail(error)
             raise
         finally:
@@ -923,6 +924,8 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
                     traced(*arguments)
             else:
                 jax.eval_shape(traced, *arguments)
+        # The source of a call that fails is shown with its error, so nothing is raised. An error
+        # that JAX raises before it calls the function is recorded here.
         except Exception as error:
             recording.fail(error)
 
@@ -1089,9 +1092,9 @@ def _is_attribute_set(node: Any) -> bool:
 
 def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
     """Return the expressions of a statement without those of the statements in its blocks."""
-    if isinstance(statement, _SCOPES):
+    if isinstance(statement, _SCOPES):  # it sets a function or a class, which is no array
         return []
-    if not hasattr(statement, "body"):
+    if not hasattr(statement, "body"):  # it has no blocks
         return [statement]
     parts: list[ast.expr | ast.stmt] = []
     for field, child in ast.iter_fields(statement):
@@ -1103,7 +1106,7 @@ def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
         for node in nodes:
             if isinstance(node, ast.expr):
                 parts.append(node)
-            elif isinstance(node, ast.withitem):
+            elif isinstance(node, ast.withitem):  # `open(path) as file`
                 parts.append(node.context_expr)
                 if node.optional_vars is not None:
                     parts.append(node.optional_vars)
