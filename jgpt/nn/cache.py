@@ -68,7 +68,8 @@ class LayerCache(Module):
             # batch*num_kv_heads time head_dim
             rows = new.reshape(-1, time, self.head_dim).astype(buffer.dtype)
             # JAX moves a slice that would pass the end, so callers append only up to the end.
-            buffer[...] = jax.lax.dynamic_update_slice_in_dim(buffer[...], rows, start, axis=1)
+            updated = jax.lax.dynamic_update_slice_in_dim(buffer[...], rows, start, axis=1)
+            buffer[...] = updated
         self.length[...] = self.length[...] + time
         self.end[...] = self.end[...] + time
 
@@ -83,7 +84,8 @@ class LayerCache(Module):
         more = capacity - self.capacity
         for buffer in (self.keys, self.values):
             # At the end: before the buffer wraps around, slot s is at index s.
-            buffer.set_value(jnp.pad(buffer[...], ((0, 0), (0, more), (0, 0))))
+            padded = jnp.pad(buffer[...], ((0, 0), (0, more), (0, 0)))
+            buffer.set_value(padded)  # its shape differs, so it can't be written in place
         self.capacity = capacity
 
     @typed
@@ -96,11 +98,14 @@ class LayerCache(Module):
         newest = self.end[...] - 1
         # Slots count all positions ever appended, and indices those of the buffer. The key at an
         # index is the newest one whose slot has that remainder.
-        slot = newest - (newest - jnp.arange(capacity)) % capacity  # capacity
-        query = newest + 1 - time + jnp.arange(time)[:, None]  # time 1
+        age = (newest - jnp.arange(capacity)) % capacity  # capacity: 0 for the newest key
+        slot = newest - age  # capacity
+        first_query = newest + 1 - time
+        query = first_query + jnp.arange(time)[:, None]  # time 1
         is_past = slot <= query  # time capacity
         # Left padding and unwritten slots lie before a sequence's first slot.
-        has_begun = slot > newest - self.length[...][:, None, None]  # batch 1 capacity
+        last_before = newest - self.length[...][:, None, None]  # batch 1 1
+        has_begun = slot > last_before  # batch 1 capacity
         mask = is_past & has_begun  # batch time capacity
         if window is None:
             return mask
