@@ -27,8 +27,11 @@ def parts_of(config: ModelConfig) -> tuple[Part, ...]:
         leaves.setdefault(_part_name(path), []).append(leaf)
     parts = []
     for name, part_leaves in leaves.items():
-        parameters = sum(leaf.size for leaf in part_leaves)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in part_leaves)
+        parameters = 0
+        size = 0
+        for leaf in part_leaves:
+            parameters += leaf.size
+            size += leaf.size * leaf.dtype.itemsize
         parts.append(Part(name, parameters=parameters, size=size))
     return tuple(sorted(parts, key=_place))
 

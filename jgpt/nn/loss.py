@@ -184,8 +184,9 @@ def _chunked(
     padding = chunks * size - time
 
     def cut(array):
-        features = array.shape[2:]
-        padded = jnp.pad(array, ((0, 0), (0, padding), *[(0, 0)] * len(features)))
+        features = array.shape[2:]  # none, for targets
+        of_features = [(0, 0)] * len(features)
+        padded = jnp.pad(array, ((0, 0), (0, padding), *of_features))
         chunked = padded.reshape(batch, chunks, size, *features)
         return jnp.moveaxis(chunked, 1, 0)  # a scan goes over the first axis
 

@@ -60,10 +60,12 @@ class NGramEmbedding(Module):
         rows = []
         for size in range(1, longest + 1):
             start = longest - size
-            earlier = padded[:, start : start + time]  # batch time: the token `size - 1` before
+            end = start + time
+            earlier = padded[:, start:end]  # batch time: the token `size - 1` before
             if documents is not None:
-                before = jnp.pad(documents, padding, mode="edge")[:, start : start + time]
-                earlier = jnp.where(before == documents, earlier, -1)
+                padded_documents = jnp.pad(documents, padding, mode="edge")
+                document_of_earlier = padded_documents[:, start:end]
+                earlier = jnp.where(document_of_earlier == documents, earlier, -1)
             symbol = (earlier + 1).astype(jnp.uint32)  # 0 is a missing token
             hashed = (hashed + symbol) * jnp.uint32(_MULTIPLIER)
             # High bits are folded into low ones; otherwise the remainder below would depend only on
