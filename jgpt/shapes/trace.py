@@ -226,14 +226,9 @@ def trace_calls(
             stack.pop()
             in_module.pop()
             caller = stack[-1]
-            # The name of a module's call is its path.
-            calls_modules = any(inner.path == inner.name for inner in traced.calls)
-            # Such as `hidden`, which would show each block one level deeper than in the code.
-            passes_on = is_in_module and not is_module and calls_modules
             # A base class's call; the module's own call is in the tree.
-            is_super = is_module and len(stack) > 1 and caller.name == traced.name
-            is_private = not is_module and name.startswith("_")
-            if passes_on or is_super or is_private or not traced.results:
+            is_super = is_module and caller is not root and caller.name == name
+            if is_super or _is_left_out(traced, is_module, is_in_module):
                 caller.calls += traced.calls  # the calls inside take its place
             else:
                 caller.calls.append(traced)
@@ -250,6 +245,20 @@ def trace_calls(
     if len(root.calls) == 1:
         return root.calls[0]
     return root
+
+
+def _is_left_out(traced: ShapeTrace, is_module: bool, is_in_module: bool) -> bool:
+    """Return whether a call has no line of its own in the tree."""
+    if not traced.results:
+        return True
+    if is_module:
+        return False
+    is_private = traced.name.startswith("_")
+    # The name of a module's call is its path.
+    calls_modules = any(inner.path == inner.name for inner in traced.calls)
+    # Such as `hidden`, which would show each block one level deeper than in the code.
+    passes_on = is_in_module and calls_modules
+    return is_private or passes_on
 
 
 def _shapes_of_arguments(call: TypedCall) -> dict[str, list[Shape]]:
