@@ -110,9 +110,9 @@ def test_an_optimizer_trains_on_a_mesh(name, config, tmp_path):
 def slope(config: jgpt.OptimizerConfig, steps: int) -> Any:
     """Scale the gradients by the slope of the loss along them, by forward mode alone."""
 
-    def update(gradients: Any, state: Any, weights: Any = None, *, value_fn: Any, **others: Any):
-        _, along = jax.jvp(value_fn, (weights,), (gradients,))
-        return jax.tree.map(lambda leaf: -along * leaf, gradients), state
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        _, along = jax.jvp(extra["value_fn"], (params,), (updates,))
+        return jax.tree.map(lambda leaf: -along * leaf, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda weights: optax.EmptyState(), update)
 
