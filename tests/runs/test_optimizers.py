@@ -114,7 +114,7 @@ def slope(config: jgpt.OptimizerConfig, steps: int) -> Any:
         _, along = jax.jvp(extra["value_fn"], (params,), (updates,))
         return jax.tree.map(lambda leaf: -along * leaf, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda weights: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 @pytest.mark.slow
