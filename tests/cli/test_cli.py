@@ -467,24 +467,32 @@ def test_only_weights_in_int8_are_quantised(run, monkeypatch):
 
 @pytest.mark.slow
 def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp_path):
-    (tmp_path / "notes").mkdir()
-    for name in "ab":
-        data = b"\xef\xbb\xbf" + text_file.read_bytes().replace(b"\n", b"\r\n")
-        (tmp_path / "notes" / f"{name}.txt").write_bytes(data)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    data = b"\xef\xbb\xbf" + text_file.read_bytes().replace(b"\n", b"\r\n")
+    (notes / "a.txt").write_bytes(data)
+    (notes / "b.txt").write_bytes(data)
     brief = ("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0)
-    said = worked("train", "bigram", "--data", tmp_path / "notes", "--out", tmp_path / "a", *brief)
     line = (
         "a.txt and 1 more: carriage returns are read as newlines, and byte-order marks are dropped"
     )
-    assert said.count(line) == said.count("carriage returns") == 1
-    assert "step 0: validation loss about " in said
-    said = worked("prepare", tmp_path / "notes", "--out", tmp_path / "c")
-    assert said.count(line) == 1
-    keep = ("--no-universal-newlines", "--out", tmp_path / "d")
-    assert "carriage returns" not in worked("prepare", tmp_path / "notes", *keep)
-    for made, characters in ((tmp_path / "a", {*TEXT}), (two, {*TEXT, "\r"})):
-        vocabulary = json.loads((made / "tokenizer.json").read_text())["characters"]
-        assert vocabulary == "".join(sorted(characters))
+
+    trained = worked("train", "bigram", "--data", notes, "--out", tmp_path / "a", *brief)
+    prepared = worked("prepare", notes, "--out", tmp_path / "c")
+    kept = worked("prepare", notes, "--no-universal-newlines", "--out", tmp_path / "d")
+
+    assert trained.count(line) == 1
+    assert trained.count("carriage returns") == 1
+    assert "step 0: validation loss about " in trained
+    assert prepared.count(line) == 1
+    assert "carriage returns" not in kept
+    assert characters_of(tmp_path / "a") == "".join(sorted(set(TEXT)))
+    assert characters_of(two) == "".join(sorted({*TEXT, "\r"}))
+
+
+def characters_of(run) -> str:
+    """The vocabulary of a run of characters."""
+    return json.loads((run / "tokenizer.json").read_text())["characters"]
 
 
 @pytest.mark.slow
