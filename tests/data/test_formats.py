@@ -351,14 +351,19 @@ def test_bytes_that_are_read_are_counted(tmp_path):
 
 def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):
     path = write(tmp_path, "a.jsonl", lines({"text": "To be"}, {"text": "or not"}) * 9)
-    config = DataConfig((path,), True, "gpt2", tokenizer_files=str(data_directory / "gpt2-bpe"))
     prepared = tmp_path / "prepared"
-    characters = dataclasses.replace(config, tokenizer="char")
+    config = DataConfig(
+        (path,),
+        tokenizer="gpt2",
+        tokenizer_files=str(data_directory / "gpt2-bpe"),
+    )
+    of_characters = dataclasses.replace(config, tokenizer="char")
+    of_prepared = DataConfig((str(prepared),))
 
     dataset = load_dataset(config, 1)
     count = prepare(config, prepared)
-    mapped = load_dataset(DataConfig((str(prepared),)), 1)
-    plain = load_dataset(characters, 1)
+    mapped = load_dataset(of_prepared, 1)
+    characters = load_dataset(of_characters, 1)
 
     tokens = [2514, 307, 50256, 273, 407, 50256]
     assert [*dataset.train, *dataset.validation] == tokens * 9
@@ -366,7 +371,7 @@ def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_d
     assert count == len(tokens) * 9
     assert mapped.text.tokens_digest == dataset.text.tokens_digest
     # a newline where the tokenizer has no end of text
-    assert plain.tokenizer.decode(plain.train[:13]) == "To be\nor not\n"
+    assert characters.tokenizer.decode(characters.train[:13]) == "To be\nor not\n"
 
 
 def test_the_end_of_text_may_be_token_0(tmp_path):

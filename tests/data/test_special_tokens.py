@@ -181,26 +181,29 @@ def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
         assert text == "world world"
 
 
+def encoded_parts(tokenizer, parts, **options) -> list[int]:
+    """The tokens of parts of a text that are encoded one after another."""
+    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16), **options)
+    data = b"".join(of_part for _, of_part in encoded)
+    return np.frombuffer(data, np.uint16).tolist()
+
+
 def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
-    (tmp_path / "some.jsonl").write_text('{"text": "hello world"}\n{"text": "the word"}\n' * 30)
-    config = DataConfig((str(tmp_path / "some.jsonl"),))
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "hello world"}\n{"text": "the word"}\n' * 30)
+    config = DataConfig((str(path),))
     (begin,) = tokenizer.begin
     first_document = tokenizer.encode("hello world").tolist()
+    earlier = BPETokenizer(tokenizer._backend, adds_special_tokens=False)
 
     dataset = load_dataset(config, 5, tokenizer=tokenizer)
+    earlier_dataset = load_dataset(config, 5, tokenizer=earlier)
 
-    tokens = np.concatenate([dataset.train, dataset.validation])
+    tokens = np.concatenate([dataset.train, dataset.validation]).tolist()
     assert tokens[0] == begin
-    assert (tokens == begin).sum() == 61  # the last one begins no document
-    assert tokens[: len(first_document) + 1].tolist() == [*first_document, begin]
-
-    earlier = BPETokenizer(tokenizer._backend, adds_special_tokens=False)
-    assert begin not in load_dataset(config, 5, tokenizer=earlier).train
-
-    # of the parts of a text only the first one begins it
-    parts = encode_each(tokenizer, ["hello", " world"], np.dtype(np.uint16))
-    joined = np.frombuffer(b"".join(part for _, part in parts), np.uint16)
-    assert joined.tolist() == tokenizer.encode("hello world").tolist()
+    assert tokens.count(begin) == 61  # the last one begins no document
+    assert tokens[: len(first_document) + 1] == [*first_document, begin]
+    assert begin not in earlier_dataset.train
 
 
 def test_a_chat_has_none(tokenizer):
@@ -288,6 +291,12 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
     assert expected.count(tokenizer.token_of(START)) == 5
 
 
+def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
+    tokens = encoded_parts(tokenizer, ["hello", " world"])
+
+    assert tokens == tokenizer.encode("hello world").tolist()
+
+
 @pytest.mark.parametrize("fields", STRIPPING.values(), ids=STRIPPING)
 def test_parts_of_a_text_have_the_tokens_of_the_whole(backend, fields):
     """A token that takes the newline before it may begin the part that follows."""
@@ -295,14 +304,12 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(backend, fields):
     tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
     parts = ["hello <A>\n", "<A> the world\n", "<A>\n\nhello\n", "word <A>", " <A> hello\n", "the"]
 
-    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16))
-    tokens = np.frombuffer(b"".join(data for _, data in encoded), np.uint16)
+    tokens = encoded_parts(tokenizer, parts)
     # a process that was stopped after a part goes on with the next
-    rest = encode_each(tokenizer, parts, np.dtype(np.uint16), encoded=len(parts[0]))
-    rest_tokens = np.frombuffer(b"".join(data for _, data in rest), np.uint16)
+    rest = encoded_parts(tokenizer, parts, encoded=len(parts[0]))
 
-    assert tokens.tolist() == tokenizer.encode("".join(parts)).tolist()
-    assert tokens[-len(rest_tokens) :].tolist() == rest_tokens.tolist()
+    assert tokens == tokenizer.encode("".join(parts)).tolist()
+    assert tokens[-len(rest) :] == rest
 
 
 def token_fields(content: str, **changed: bool) -> dict[str, Any]:

@@ -90,16 +90,33 @@ def test_the_donated_state_is_counted_once():
     assert memory_of(silent, config) is None
 
 
+def test_a_number_of_micro_batches_that_is_given_stays():
+    given = dataclasses.replace(AUTO, micro_batches=4, batch_size=64)
+
+    with use_mesh(None):
+        decided = with_micro_batches(given, machine(device=1))
+
+    assert decided is given
+
+
 def test_a_state_is_parameters_and_two_moments_of_each():
     parameters = 21 * 12 + 7 * 12 + BLOCK + 3 * 12
-    counts = 3  # the state's step, and one each in Adam and its schedule
-    assert bytes_of(abstract_state(TrainConfig(model=MODEL))) == 4 * (3 * parameters + counts)
-    half = dataclasses.replace(MODEL, param_dtype="bfloat16")
+    counts = 4 * 3  # the state's step, and one each in Adam and its schedule
     moments = 4 * 2 * parameters  # in float32, whatever the parameters are
-    assert (
-        bytes_of(abstract_state(TrainConfig(model=half))) == 2 * parameters + moments + 4 * counts
-    )
-    assert bytes_of({"a": jax.ShapeDtypeStruct((2, 3), "int8"), "b": jax.numpy.zeros(5)}) == 26
+    narrow = dataclasses.replace(MODEL, param_dtype="bfloat16")
+
+    state = abstract_state(TrainConfig(model=MODEL))
+    narrow_state = abstract_state(TrainConfig(model=narrow))
+
+    assert bytes_of(state) == 4 * parameters + moments + counts
+    assert bytes_of(narrow_state) == 2 * parameters + moments + counts
+
+
+def test_bytes_are_those_of_arrays_and_of_what_is_not_made_yet():
+    planned = jax.ShapeDtypeStruct((2, 3), "int8")
+    made = jax.numpy.zeros(5)
+
+    assert bytes_of({"a": planned, "b": made}) == 6 + 20
 
 
 def test_memory_is_said_in_units_that_people_read():
@@ -203,18 +220,20 @@ def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monke
         return TrainingMemory(100, 10 * rows)
 
     monkeypatch.setattr(memory, "training_memory", memory_of_rows)
+    accelerator = machine(device=math.ceil(limit / 0.9))  # a tenth stays free
+    # all of a CPU's devices have half of the machine's
+    devices = 1 if mesh is None else 8
+    cpu = machine(host=2 * devices * limit)
+
     with use_mesh(mesh):
-        # a tenth stays free
-        assert (
-            with_micro_batches(AUTO, machine(device=math.ceil(limit / 0.9))).micro_batches == chosen
-        )
-        assert len(asked) == len({*asked}) <= 3  # of up to 8 that divide
-        given = dataclasses.replace(AUTO, micro_batches=4, batch_size=64)
-        assert with_micro_batches(given, machine(device=1)) is given
-        # all of a CPU's devices have half of the machine's
-        devices = 1 if mesh is None else 8
-        cpu = machine(host=2 * devices * limit)
-        assert with_micro_batches(AUTO, cpu).micro_batches == chosen
+        of_accelerator = with_micro_batches(AUTO, accelerator)
+        asked_once = list(asked)
+        of_cpu = with_micro_batches(AUTO, cpu)
+
+    assert of_accelerator.micro_batches == chosen
+    assert of_cpu.micro_batches == chosen
+    assert len(set(asked_once)) == len(asked_once)
+    assert len(asked_once) <= 3  # of up to 8 that divide
 
 
 def test_micro_batches_that_a_compiler_rejects_or_does_not_measure(monkeypatch):
