@@ -9,9 +9,11 @@ import pytest
 def only(quick: Callable[[Any], bool] | Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """All cases, those that are not quick marked as slow."""
     is_quick = quick if callable(quick) else set(quick).__contains__
-    return [
-        case
-        if is_quick(case)
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    marked = []
+    for case in cases:
+        if is_quick(case):
+            marked.append(case)
+            continue
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(pytest.param(*values, marks=pytest.mark.slow))
+    return marked

@@ -164,14 +164,10 @@ DEEP = {}
 for name in PRESETS:
     of_preset = functools.partial(forward, preset(name).model)
     DEEP[f"{name}, any batch and length"] = proof_of(of_preset, "int32[b t]")
-
-
 TRAINED = {}
 for name in ("tiny", "lecture", "nanogpt-cpu", "modern", "modern-cpu", "bigram"):
     of_preset = functools.partial(trained, preset(name))
     TRAINED[f"{name}, train steps"] = proof_of(of_preset, "int32[n b t+1]")
-
-
 PROVEN = {
     **{name: proof_of(*function_and_arrays) for name, function_and_arrays in PROGRAMS.items()},
     **DEEP,
@@ -207,8 +203,6 @@ LIKE_OTHERS = {"nanogpt-char", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 """Presets that differ from another in numbers alone, once they have two layers."""
 WITH_TWO_LAYERS = sorted(set(PRESETS) - LIKE_OTHERS)
 CUT = {f"{preset}, any batch and length" for preset in WITH_TWO_LAYERS}
-
-
 WHOLE = [name for name in PROVEN if name not in CUT]
 
 

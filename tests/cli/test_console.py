@@ -226,11 +226,15 @@ def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
 )
 def test_a_run_is_finished_when_its_last_step_is_evaluated(step, interrupted, said):
     file = io.StringIO()
-    progress = ConsoleProgress(Console(file=file, width=80, _environ={}), "reading the data")
+    console = Console(file=file, width=80, _environ={})
+    progress = ConsoleProgress(console, "reading the data")
     config = dataclasses.replace(preset("tiny"), steps=60)
+    plan = dataclasses.replace(PART, interrupted=interrupted)
     text = types.SimpleNamespace(train=range(418_543), validation=range(46_505))
-    state = types.SimpleNamespace(weights={"matrix": jnp.zeros((37, 64))}, step=step)
-    progress.planned(dataclasses.replace(PART, interrupted=interrupted))
+    weights = {"matrix": jnp.zeros((37, 64))}
+    state = types.SimpleNamespace(weights=weights, step=step)
+
+    progress.planned(plan)
     progress.started(config, text, state, Path("r"))  # type: ignore[arg-type]
     progress.spinner.stop()
 

@@ -54,36 +54,40 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     mesh, trained, config, tmp_path
 ):
     config = dataclasses.replace(config, mesh=mesh, batch_size=8)
+    out = tmp_path / "stopped"
+    stopped_config = dataclasses.replace(config, out=str(out))
     given: dict[str, Any] = {
         "model": LoRAGPT,
         "initial": str(trained.directory),
         "trainable": ("*.lora_?",),
         "progress": None,
     }
+    stops = iter([False, True])
+
+    def should_stop():
+        begun = (out / "config.json").exists()
+        return begun and next(stops)
+
     before = arrays_of(jgpt.load(trained.directory).model)
     run = jgpt.fit(config, **given)
-    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
-    begun = tmp_path / "stopped/config.json"
-    stops = iter([False, True])
     with pytest.raises(TrainingStopped):
-        jgpt.fit(stopped, **given, should_stop=lambda: begun.exists() and next(stops))
-    resumed = jgpt.fit(stopped, **given, resume=True)
+        jgpt.fit(stopped_config, **given, should_stop=should_stop)
+    resumed = jgpt.fit(stopped_config, **given, resume=True)
 
     after = arrays_of(run.model)
     for name, array in before.items():
         np.testing.assert_array_equal(after[name], array)
-    assert set(after) - set(before) == {
-        "blocks.0.feed_forward.lora_a",
-        "blocks.0.feed_forward.lora_b",
-    }
-    assert np.abs(after["blocks.0.feed_forward.lora_b"]).max() > 0
+    lora_a = "blocks.0.feed_forward.lora_a"
+    lora_b = "blocks.0.feed_forward.lora_b"
+    assert set(after) - set(before) == {lora_a, lora_b}
+    assert np.abs(after[lora_b]).max() > 0
     np.testing.assert_array_equal(run.metrics["loss"], resumed.metrics["loss"])
-    recorded = RunDirectory.open(run.directory).provenance()[0]["initial"]
-    assert recorded["source"] == str(trained.directory)
-    assert len(recorded["weights_sha256"]) == 64
+    initial = RunDirectory.open(run.directory).provenance()[0]["initial"]
+    assert initial["source"] == str(trained.directory)
+    assert len(initial["weights_sha256"]) == 64
     # only the moments of the two trained arrays are stored
-    sizes = [path.name for path in (run.directory / "checkpoints/4/optimizer").iterdir()]
-    moments = [name for name in sizes if ".mu." in name]
+    stored = run.directory / "checkpoints" / "4" / "optimizer"
+    moments = [path.name for path in stored.iterdir() if ".mu." in path.name]
     assert len(moments) == 2
 
 

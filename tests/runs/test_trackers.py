@@ -142,16 +142,22 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: tracker)
     monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
-    config = dataclasses.replace(config, trackers=("wandb",))
-    with pytest.raises(
-        OSError, match=rf"^trackers=\('wandb',\) has failed \(.*{reason}\).*resume=True"
-    ):
-        fit(config, progress=None)
+    with_tracker = dataclasses.replace(config, trackers=("wandb",))
+    shorter = dataclasses.replace(config, trackers=(), steps=20)
+    message = rf"^trackers=\('wandb',\) has failed \(.*{reason}\).*resume=True"
+
+    with pytest.raises(OSError, match=message):
+        fit(with_tracker, progress=None)
+
     assert tracker.steps[-1] == 3  # and it is not called again
     run = RunDirectory(tmp_path / "run")
-    assert run.checkpoint_steps()[-1] == run.metrics()[-1]["step"] < 200
-    done = fit(dataclasses.replace(config, trackers=(), steps=20), resume=True, progress=None)
-    assert RunDirectory(done.directory).checkpoint_steps()[-1] == 20
+    last_step = run.metrics()[-1]["step"]
+    assert last_step < 200
+    assert run.checkpoint_steps()[-1] == last_step
+
+    fit(shorter, resume=True, progress=None)
+
+    assert run.checkpoint_steps()[-1] == 20
 
 
 @pytest.mark.slow
