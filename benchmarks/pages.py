@@ -128,23 +128,27 @@ def measure_page(path: str, length: int) -> Figures:
         keystrokes = page.run(_filled(TYPED, TEXT[: length - 1]))
         rates = []
         began = time.monotonic()
-        while len(rates) < CONTINUATIONS and time.monotonic() < began + MOST_SECONDS:
+        # A page of one token, such as that of a bigram model, has no room to write on.
+        wanted = CONTINUATIONS if length > 1 else 0
+        while len(rates) < wanted and time.monotonic() < began + MOST_SECONDS:
             said = page.run(_filled(WRITTEN, TEXT[: length // 2]))
             rates.append(float(re.search(r"(\d+) a second", said)[1]))
         precision = page.run("first.precision")
         assert page.errors == [], page.errors
     # With weights in float32, those of the page are the model's own.
     to_the_same, *_ = differences = re.findall(r"within (\S+) of", closeness)
-    return {
+    figures: Figures = {
         "bytes": Path(path).stat().st_size,
         "bits": int(re.search(r"\d+", precision)[0]),
         "open_milliseconds": opened,
         "keystroke_milliseconds": statistics.median(keystrokes),
-        "tokens_per_second": max(rates),
         "difference": float(to_the_same),
         "difference_to_own_weights": float(differences[-1]),
         "load": load,
     }
+    if rates:
+        figures["tokens_per_second"] = max(rates)
+    return figures
 
 
 def _filled(script: str, text: str) -> str:

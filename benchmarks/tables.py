@@ -638,6 +638,9 @@ def pages_table() -> Table:
     for name, figures in measured("pages").items():
         opened = [1e-3 * value for value in figures["open_milliseconds"]]
         typed = [1e-3 * value for value in figures["keystroke_milliseconds"]]
+        written = ""
+        if "tokens_per_second" in figures:
+            written = f"{statistics.median(figures['tokens_per_second']):,.0f} tokens/s"
         table.append(
             [
                 f"`{name}`",
@@ -645,7 +648,7 @@ def pages_table() -> Table:
                 WEIGHTS_OF[figures["bits"][0]],
                 f"{statistics.median(opened):.1f} s",
                 f"{statistics.median(typed):.2f} s",
-                f"{statistics.median(figures['tokens_per_second']):,.0f} tokens/s",
+                written,
                 f"{max(figures['difference']):.0e}",
                 f"{max(figures['difference_to_own_weights']):.0e}",
             ]
