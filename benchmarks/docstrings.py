@@ -2,8 +2,8 @@
 
     python benchmarks/docstrings.py
 
-pip downloads the packages. Their docstrings become a text of plain sentences. Byte pairs are learned
-from it, then a small model of Qwen3's format is trained on it. Its weights are saved in 16 bits.
+pip downloads the packages. Their docstrings become a text of plain sentences. A tokenizer of byte
+pairs and a small model of Qwen3's format are trained on it. The weights are saved in 16 bits.
 """
 
 import ast
@@ -47,7 +47,6 @@ FREQUENT_WORDS = 4000
 """A sentence is kept if all of its words are among the most frequent ones."""
 HELD_OUT = 0.03
 """The fraction of the text that isn't trained on, at its end."""
-HELD_OUT_TEXT = "held_out.txt"
 FOLDER = runner.ROOT / "notebooks" / "docstrings_model"
 PROMPTS = ("The", "If", "Return the", "This function", "The king")
 """The beginnings of the samples in the record."""
@@ -153,7 +152,10 @@ def plain_sentences(paragraph: str) -> list[str | None]:
     for sentence in re.split(r"(?<=\.) +(?=[A-Z])", without_markup(paragraph)):
         words = sentence.split()
         is_plain = PLAIN.fullmatch(sentence) and 4 <= len(words) <= 50 and "--" not in sentence
-        found.append(sentence if is_plain else None)
+        if is_plain:
+            found.append(sentence)
+        else:
+            found.append(None)
     return found
 
 
@@ -174,8 +176,10 @@ def make_text(wheels: list[Path]) -> str:
             documents[digest] = [plain_sentences(each) for each in paragraphs(text)]
     counts: Counter[str] = Counter()
     for document in documents.values():
-        for sentence in (each for paragraph in document for each in paragraph if each):
-            counts.update(words_of(sentence))
+        for paragraph in document:
+            for sentence in paragraph:
+                if sentence is not None:
+                    counts.update(words_of(sentence))
     frequent = {word for word, _ in counts.most_common(FREQUENT_WORDS)}
     seen: set[str] = set()
     parts = []
@@ -237,7 +241,7 @@ def main(
     model = dataclasses.replace(CONFIG.model, vocab_size=tokenizer.vocab_size)
     config = dataclasses.replace(CONFIG, model=model, steps=steps, out=str(work / "run"))
     run = jgpt.fit(config, dataset=dataset, resume=True)
-    save(run.model, tokenizer, text[end:], work / "model", out)
+    save(run.model, tokenizer, work / "model", out)
     record = {
         "packages": PACKAGES,
         "characters": len(text),
@@ -256,13 +260,12 @@ def main(
     print(runner.write("docstrings", record))
 
 
-def save(model: Any, tokenizer: Any, held_out: str, work: Path, out: Path) -> None:
-    """Save a Hugging Face folder with weights in 16 bits, and the text that isn't trained on."""
+def save(model: Any, tokenizer: Any, work: Path, out: Path) -> None:
+    """Save a Hugging Face folder with weights in 16 bits."""
     shutil.rmtree(work, ignore_errors=True)
     jgpt.save_hf(model, work, tokenizer=tokenizer)
     halves = {name: array.astype(np.float16) for name, array in weights_of(work).items()}
     safetensors.numpy.save_file(halves, work / HF_WEIGHTS, metadata={"format": "pt"})
-    (work / HELD_OUT_TEXT).write_text(held_out, encoding="utf-8")
     out.mkdir(exist_ok=True)
     for path in work.iterdir():
         shutil.copyfile(path, out / path.name)
