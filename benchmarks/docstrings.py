@@ -252,7 +252,6 @@ def main(
         "steps": steps,
         "tokens_per_step": config.batch_size * model.block_size,
         "validation_loss": run.validation_loss,
-        "seconds": run.seconds,
         "files_sha256": {each.name: digest_of(each) for each in files_of(work / "model", out)},
         "samples": samples(out),
     }
