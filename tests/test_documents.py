@@ -332,10 +332,10 @@ def test_commands_give_what_the_page_shows(page, place, trained):
     languages = ["console"]
     if page in RUN:
         languages.append("sh")
-    # all steps take a minute, and the 2,000 of the default preset take six on a busy machine
+    # all steps take a minute, and the default preset with its page takes six on a busy machine
     fewer_steps = "--steps 20 --eval-tokens 4096 "
     text = re.sub("--steps [16]00 ", fewer_steps, page.read_text())
-    text = text.replace("jgpt train --page ", f"jgpt train --page {fewer_steps}")
+    text = text.replace("jgpt train --page ", f"jgpt train tiny --page {fewer_steps}")
     for block in blocks(text):
         if block.language not in languages:
             continue

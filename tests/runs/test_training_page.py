@@ -128,7 +128,9 @@ def test_a_page_has_the_losses_and_each_checkpoint_s_sample_and_attention(run, w
         np.testing.assert_allclose(found, attention, rtol=0, atol=0.003)
         assert snapshot["attention"]["bytes"] == 1
     # The model in the page is the newest one.
-    np.testing.assert_allclose(data["expected"], expected_of(looks[7]), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        data["models"][0]["expected"], expected_of(looks[7]), rtol=0, atol=1e-5
+    )
 
 
 def test_the_last_page_has_no_timer_and_the_newest_losses(run, writer):
@@ -167,7 +169,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(run, writer, looks, 
     assert not writer.update()
     monkeypatch.setattr(training_page, "load", load)
     assert writer.update()
-    np.testing.assert_allclose(data_of(run)["expected"], expected_of(looks[0]), rtol=0, atol=1e-5)
+    (model,) = data_of(run)["models"]
+    np.testing.assert_allclose(model["expected"], expected_of(looks[0]), rtol=0, atol=1e-5)
 
 
 def test_a_page_whose_writing_is_interrupted_leaves_the_older_one(run, writer, monkeypatch):
