@@ -88,6 +88,7 @@ def test_both_models_compute_as_in_jax_what_is_typed_and_changed(tmp_path):
     assert errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_weights_that_were_swapped_are_noticed_and_the_page_says_so(tmp_path):
     right = "? [own, other] : [own]"
@@ -103,6 +104,7 @@ def test_weights_that_were_swapped_are_noticed_and_the_page_says_so(tmp_path):
     assert min(apart.values()) > 0.01
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_difference_is_the_second_model_minus_the_first(tmp_path):
     with opened(tmp_path / "page.html", html_of_both()) as page:
@@ -151,6 +153,7 @@ def test_the_difference_is_the_second_model_minus_the_first(tmp_path):
     assert errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_gradient_is_that_of_each_model_and_of_their_difference(tmp_path):
     def gradient_of(look: Look) -> np.ndarray:
@@ -173,6 +176,7 @@ def test_the_gradient_is_that_of_each_model_and_of_their_difference(tmp_path):
     assert title.startswith("step 20 minus step 10: The gradient of the text's loss, ")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_what_is_shown_is_chosen_by_key_or_click_and_a_link_holds_it(tmp_path):
     path = tmp_path / "page.html"
@@ -202,6 +206,7 @@ def test_what_is_shown_is_chosen_by_key_or_click_and_a_link_holds_it(tmp_path):
     assert errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_writing_on_uses_the_model_that_is_shown(tmp_path):
     with opened(tmp_path / "page.html", html_of_both()) as page:
@@ -252,6 +257,7 @@ def test_two_models_are_side_by_side_and_one_below_the_other_on_a_phone(width, s
     assert errors == []
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_size_of_both_decides_on_the_precision(tmp_path, monkeypatch):
     one, other = looks()

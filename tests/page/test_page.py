@@ -129,6 +129,7 @@ def test_a_page_says_how_close_it_is_to_jax_and_what_a_change_is_in_python(defau
     assert code.replace('"', "'") == expected.as_code(look.anatomy, "ips/be").replace('"', "'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
     precision, tmp_path, monkeypatch
@@ -200,6 +201,7 @@ def test_a_patch_that_doesn_t_fit_is_said_beside_it_and_can_be_removed(default_p
         assert page.errors == []
 
 
+@pytest.mark.slow
 def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_page, tmp_path):
     look = look_of("default preset")
     with opened(tmp_path / "page.html", default_page) as page:
