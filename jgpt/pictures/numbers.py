@@ -114,6 +114,18 @@ class ArrayRow:
     token_axes: tuple[int, ...]
 
 
+def tokens_with_logits(blocks: int, vocab_size: int, most: int) -> int:
+    """Return how many of at most `most` tokens a page can compute the logits of, at each depth.
+
+    With a large vocabulary they are a power of two, since texts are padded to one.
+    """
+    depths = blocks + 1  # the embeddings, too
+    fitting = max(1, MOST_LOGITS // (depths * vocab_size))
+    if fitting >= most:
+        return most
+    return min(most, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+
+
 class Look:
     """The numbers of a page, computed for one text after another.
 
@@ -182,16 +194,9 @@ class Look:
         return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // maps))
 
     def most_computed_tokens(self) -> int:
-        """Return the most tokens on a page that computes, which has logits after each layer.
-
-        With a large vocabulary they are a power of two, since texts are padded to one.
-        """
-        depths = len(self.anatomy.blocks) + 1
-        fitting = max(1, MOST_LOGITS // (depths * self.model.vocab_size))
-        most = self.most_tokens()
-        if fitting >= most:
-            return most
-        return min(most, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+        """Return the most tokens on a page that computes, which has logits after each layer."""
+        blocks = len(self.anatomy.blocks)
+        return tokens_with_logits(blocks, self.model.vocab_size, self.most_tokens())
 
     # --- the program ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.corpus import has_shakespeare
 from jgpt.data.dataset import load_dataset
 from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
+from jgpt.pictures.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.provenance import known_text
 
@@ -41,6 +42,8 @@ def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenize
     if newline and len(next_lines) > len(text) / 2:
         text = next_lines.lstrip("\n")
     most_tokens = min(OPENING_TOKENS, config.model.block_size)
+    # With a large vocabulary a page has room for fewer tokens.
+    most_tokens = tokens_with_logits(config.model.num_layers, tokenizer.vocab_size, most_tokens)
     return _beginning(text, tokenizer, most_tokens)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 import jgpt
 from jgpt.cli.commands.look import look
+from jgpt.pictures import model as page_model
+from jgpt.pictures import numbers
 from jgpt.pictures.opening import _beginning, opening_text
 
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind\n" * 40
@@ -48,6 +50,23 @@ def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
     look(str(directory), out=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert json.loads(re.findall(r'"text":("[^"]*")', page)[0]) == text
+
+
+@pytest.mark.slow
+def test_a_model_with_a_large_vocabulary_begins_with_a_shorter_text(run, monkeypatch, tmp_path):
+    directory, _ = run
+    _, tokenizer, config = jgpt.load(directory)
+    depths = config.model.num_layers + 1
+    # room for nine tokens, of which eight are a power of two
+    monkeypatch.setattr(numbers, "MOST_LOGITS", 9 * depths * tokenizer.vocab_size)
+    for module in (numbers, page_model):
+        monkeypatch.setattr(module, "SHORTEST", 2)
+
+    look(str(directory), out=str(tmp_path / "page.html"))
+
+    page = (tmp_path / "page.html").read_text()
+    (text,) = re.findall(r'"text":("[^"]*")', page)[:1]
+    assert len(json.loads(text)) == 8
 
 
 @pytest.mark.slow
