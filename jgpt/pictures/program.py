@@ -1,6 +1,7 @@
 """A function of JAX as plain data, which `page/interpreter.js` runs in a browser."""
 
 import base64
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -706,6 +707,7 @@ def _line_of(equation: Any) -> str | None:
     return None
 
 
+@functools.cache  # asked for each frame of each operation, of a few hundred files
 def _is_machinery(file: str) -> bool:
     path = Path(file)
     if _OURS in path.parents:  # the layers of a model are here too, beside what traces it
