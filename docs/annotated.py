@@ -51,6 +51,8 @@ LESSONS = {
     "Block": "05_the_block",
     "GPT": "05_the_block",
     "Metrics": "07_a_pure_train_step",
+    "StepSetup": "07_a_pure_train_step",
+    "gradients_of": "07_a_pure_train_step",
     "make_train_steps": "07_a_pure_train_step",
     "StepsWithArrays": "07_a_pure_train_step",
     "make_eval_step": "07_a_pure_train_step",

@@ -228,7 +228,7 @@ MODEL_LINES = {
     "logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)": (
         "logits: float32[b t 65]"
     ),
-    "loss, gradients, extra = gradients_of(trained, arrays, batch, step_key)": (
+    "loss, gradients, extra = gradients_of(setup, weights, arrays, batch, step_key)": (
         "loss: float32[]; gradients: 11 arrays"
     ),
     'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",

@@ -95,22 +95,29 @@ def replicated_dimensions(config: ModelConfig, mesh: Mesh | AbstractMesh) -> tup
             continue
         spec = rules.spec_of(dimensions, shape, mesh)
         on_each = bytes_on_each(variable.get_value(), spec, mesh)
-        for dimension, units, axes in zip(dimensions, shape, spec, strict=True):
-            wanted_axes = rules.axes_of(dimension, mesh)
-            if not wanted_axes or axes:
+        for dimension, size, axes in zip(dimensions, shape, spec, strict=True):
+            is_sharded = axes is not None
+            if is_sharded or not rules.axes_of(dimension, mesh):
                 continue
-            name = dimension
-            if isinstance(dimension, tuple):  # whole heads are sharded
-                name, units = dimension
-            divisors = []
-            for axis in wanted_axes:
-                divisors.append(f"{axis}={mesh.shape[axis]}")
             # The memory that each device would save if the dimension were sharded.
             saved = on_each - on_each // rules.shards_of(dimension, mesh)
-            costs[f"{name}={units} is not divided by {' x '.join(divisors)}"] += saved
+            costs[_undivided(dimension, size, mesh)] += saved
     sentences = []
     for reason, cost in costs.items():
         sentences.append(
             f"{reason} and is replicated: {format_bytes(cost)} more parameters on each device"
         )
     return tuple(sentences)
+
+
+def _undivided(dimension: rules.Dimension, size: int, mesh: Mesh | AbstractMesh) -> str:
+    """Return such a reason as `num_heads=6 is not divided by tensor=4`."""
+    name = dimension
+    units = size
+    if isinstance(dimension, tuple):  # whole heads are sharded
+        name, units = dimension
+    divisors = []
+    for axis in rules.axes_of(dimension, mesh):
+        divisors.append(f"{axis}={mesh.shape[axis]}")
+    product = " x ".join(divisors)
+    return f"{name}={units} is not divided by {product}"
