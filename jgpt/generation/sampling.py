@@ -90,7 +90,8 @@ def _sample(
     if sampling.top_p is not None:
         logits = _keep_nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        # The logit of the highest probability is 0, so this fraction of it needs no softmax.
+        # The highest logit is 0, so a probability divided by the highest one is exp(logit), and no
+        # softmax is needed.
         is_unlikely = logits < jnp.log(sampling.min_p)
         logits = jnp.where(is_unlikely, -jnp.inf, logits)
     # These are weights rather than probabilities: the draw divides by their sum.
@@ -178,7 +179,8 @@ def _inverse_transform(
     """Draw a choice for each row by weight, from a number in [0, 1); never one of weight 0."""
     is_possible = weights > 0  # batch choices
     cumulative = jnp.cumsum(weights, axis=-1)  # batch choices
-    # Partial sums may round, which hides a weight of 0: its sum becomes one that is never reached.
+    # A weight of 0 would never be drawn if sums were exact, since they don't grow there. But each
+    # sum is rounded on its own, so it may grow there, too: -1 is a sum that is never reached.
     total = jnp.where(is_possible, cumulative, -1)  # batch choices
     # In (0, 1], times the last sum, so that the largest number still reaches the last choice.
     last_total = total.max(axis=-1, keepdims=True)  # batch 1
