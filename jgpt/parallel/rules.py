@@ -30,7 +30,9 @@ Dimensions = tuple[Dimension, ...]
 def axes_of(dimension: Dimension, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the mesh axes of a dimension, without axes of size 1."""
     name, _ = _name_and_units(dimension)
-    axes = RULES.get(name or "", ())
+    if name is None:
+        return ()
+    axes = RULES.get(name, ())
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
@@ -59,10 +61,11 @@ def spec_of(
     A dimension that the axes don't divide evenly is replicated. So is a vector over fsdp, which
     takes more time to gather than it saves in memory.
     """
+    is_vector = len(shape) == 1  # such as a bias, or the scale of a norm
     parts: list[tuple[str, ...] | None] = []
     for dimension, size in zip(dimensions, shape, strict=True):
         excluded = exclude
-        if len(shape) == 1 and dimension != "batch":  # biases and scales of norms
+        if is_vector and dimension != "batch":
             excluded = "fsdp"
         wanted_axes = axes_of(dimension, mesh)
         axes = tuple(axis for axis in wanted_axes if axis != excluded)
@@ -70,7 +73,8 @@ def spec_of(
         if units is None:
             units = size
         # By all axes of a dimension, or by none of them: 50,257 tokens have no half.
-        if axes and units % _product_of_sizes(axes, mesh) == 0:
+        is_divisible = units % _product_of_sizes(axes, mesh) == 0
+        if axes and is_divisible:
             parts.append(axes)
         else:
             parts.append(None)
