@@ -189,9 +189,12 @@ def _note_program() -> None:
     innermost = _INNERMOST.get()
     assert innermost is not None
     key, trace_outside = innermost
-    if key.is_used or core.get_opaque_trace_state() == trace_outside:
+    if key.is_used:
         return
-    # An eager vmap or gradient caches nothing.
+    # In the trace in which the watching began, no program has been begun within it.
+    if core.get_opaque_trace_state() == trace_outside:
+        return
+    # Another trace may be that of an eager vmap or gradient, which caches nothing.
     key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
 
 

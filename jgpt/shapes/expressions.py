@@ -38,7 +38,7 @@ def name_sizes(trees: Iterable[Any], symbols: Mapping[str, Sequence[int]]) -> Na
     remaining = iter(trees)
     first = next(remaining)
     structure = jax.tree.structure(first)
-    leaves = [jax.tree.leaves(first)]
+    leaves_at_points = [jax.tree.leaves(first)]
     points = [0]
     other_points = []
     names: dict[tuple[int, ...], set[str]] = {}
@@ -48,15 +48,16 @@ def name_sizes(trees: Iterable[Any], symbols: Mapping[str, Sequence[int]]) -> Na
             if point == 1:
                 break
             continue
-        leaves.append(jax.tree.leaves(tree))
+        leaves_at_points.append(jax.tree.leaves(tree))
         points.append(point)
-        names = _expressions_of_leaves(leaves, points, symbols)
+        names = _expressions_of_leaves(leaves_at_points, points, symbols)
         if len(points) >= LEAST_POINTS and _are_clear(names):
             break  # each further tree would be one more trace
-    named = []
-    for values in zip(*leaves, strict=True):
-        named.append(_name(values, names))
-    return NamedSizes(jax.tree.unflatten(structure, named), other_points)
+    named_leaves = []
+    for values in zip(*leaves_at_points, strict=True):  # of one leaf, its value at each point
+        named_leaves.append(_name(values, names))
+    named_tree = jax.tree.unflatten(structure, named_leaves)
+    return NamedSizes(named_tree, other_points)
 
 
 def _are_clear(names: Mapping[tuple[int, ...], set[str]]) -> bool:
@@ -65,14 +66,15 @@ def _are_clear(names: Mapping[tuple[int, ...], set[str]]) -> bool:
 
 
 def _expressions_of_leaves(
-    leaves: list[list[Any]], points: list[int], symbols: Mapping[str, Sequence[int]]
+    leaves_at_points: list[list[Any]], points: list[int], symbols: Mapping[str, Sequence[int]]
 ) -> dict[tuple[int, ...], set[str]]:
     """Return the expressions that fit each size that differs between points."""
     symbols_at_points = {}
     for name, numbers in symbols.items():
         symbols_at_points[name] = [numbers[point] for point in points]
     names = {}
-    different_leaves = set(zip(*leaves, strict=True))  # many leaves have the same sizes
+    leaves = zip(*leaves_at_points, strict=True)  # of each leaf, its values at all points
+    different_leaves = set(leaves)  # many have the same sizes
     for values in different_leaves:
         sizes = _sizes(values)
         if sizes is None:
@@ -139,6 +141,7 @@ def fitting_expressions(sizes: Sequence[int], symbols: Mapping[str, Sequence[int
         found |= _fitting_quotients(product, values, sizes)
     if found or len(sizes) <= LEAST_POINTS:
         return found
+    # Nothing simpler fits, so sums of two products are tried.
     for first, second in itertools.combinations(values_of_products, 2):
         first_values = values_of_products[first]
         second_values = values_of_products[second]
@@ -204,16 +207,9 @@ def _fitting_quotients(product: str, values: Sequence[int], sizes: Sequence[int]
         quotients = [size // factor for size in sizes]
         for divisor in range(2, MOST_DIVISOR + 1):
             # The quotient rounded down, rounded up, and that of one less.
-            for constant in {0, divisor - 1, -1}:
-                if not _are_quotients(quotients, values, constant, divisor):
-                    continue
-                dividend = _sum_text([(1, product), (constant, "")])
-                if constant != 0:
-                    dividend = f"({dividend})"
-                text = f"{dividend}//{divisor}"
-                if factor > 1:
-                    text = f"{factor}*({text})"
-                found.add(text)
+            for constant in (0, divisor - 1, -1):
+                if _are_quotients(quotients, values, constant, divisor):
+                    found.add(_quotient_text(factor, product, constant, divisor))
     return found
 
 
@@ -226,6 +222,17 @@ def _are_quotients(
         if quotient != (value + constant) // divisor:
             return False
     return True
+
+
+def _quotient_text(factor: int, product: str, constant: int, divisor: int) -> str:
+    """Return such an expression as `64*((t+63)//64)`."""
+    dividend = _sum_text([(1, product), (constant, "")])
+    if constant != 0:
+        dividend = f"({dividend})"
+    quotient = f"{dividend}//{divisor}"
+    if factor == 1:
+        return quotient
+    return f"{factor}*({quotient})"
 
 
 def _fitting_plane(

@@ -32,7 +32,8 @@ class RememberedCall:
     def __init__(self, sizes: dict[str, tuple[Any, ...]]) -> None:
         self.results: dict[Any, None] = {}
         self._bindings: list[tuple[Any, Any]] = []
-        """Annotations, and arrays whose check binds the sizes: mostly one for all sizes."""
+        """Pairs of an annotation and an array, since jaxtyping binds sizes when it checks an array.
+        One pair mostly has all of them."""
         single = []
         variadic = []
         for name in sizes:

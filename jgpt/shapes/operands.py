@@ -210,6 +210,7 @@ def _einsum(subscripts: Any, operands: list[Operand]) -> str | None:
 def _sizes_of_labels(labels: str, operand: Operand) -> list[tuple[str, int]] | None:
     """Return each label with its size, or None if the operand has another number of dimensions."""
     before, ellipsis, after = labels.partition("...")
+    # Those of the ellipsis: two of four dimensions in `i...k`.
     without_label = operand.rank - len(before) - len(after)
     if without_label < 0:
         return None
@@ -222,7 +223,10 @@ def _sizes_of_labels(labels: str, operand: Operand) -> list[tuple[str, int]] | N
 
 
 def _broadcast(operands: list[Operand], skip: int = 0) -> str | None:
-    """Return the first sizes from the right that differ; the last `skip` dimensions are others."""
+    """Return a sentence on the first sizes, from the right, that don't fit.
+
+    The last `skip` dimensions are not compared: those of matrices.
+    """
     most_dimensions = max(operand.rank for operand in operands)
     for position in range(skip + 1, most_dimensions + 1):
         sizes = []
@@ -275,7 +279,7 @@ def _reshape(operand: Operand, new_shape: Any) -> str | None:
     # `x.reshape((2, 3))` comes as a tuple in a tuple, and `x.reshape(2, 3)` doesn't.
     if len(new_shape) == 1 and not isinstance(new_shape[0], int):
         (new_shape,) = new_shape
-    # Sizes that are on both sides are not the cause.
+    # Sizes on both sides are not the cause: of [5 6] to [5 7], it is that 6 is not 7.
     old_sizes = list(operand.shape)
     new_sizes = []
     for size in new_shape:
@@ -301,6 +305,7 @@ def _broadcast_to(operand: Operand, shape: Any) -> str | None:
     place = _in_brackets(shape)
     if operand.rank > len(shape):
         return f"{operand}: it has more dimensions than {place}, to which it is broadcast"
+    # Dimensions are compared from the right; those that the operand lacks may have any size.
     sizes_from_right = reversed(operand.shape)
     wanted_from_right = reversed(shape)
     for size, wanted in zip(sizes_from_right, wanted_from_right, strict=False):
@@ -327,6 +332,7 @@ def _take_along_axis(operands: list[Operand], axis: int | None) -> str | None:
             continue
         size = array.shape[position]
         num_indices = indices.shape[position]
+        # A size of 1 is broadcast, as in NumPy.
         if size != num_indices and 1 not in (size, num_indices):
             return _no_match(operands, size, num_indices)
     return None
@@ -338,7 +344,7 @@ def _index(array: Any, index: Any, names: "_Names") -> str | None:
         parts = (index,)
     indexed = 0
     for part in parts:
-        kind = ""
+        kind = ""  # of a slice, or of an integer of Python
         if is_shaped(part):
             kind = part.dtype.kind
         if kind == "f":

@@ -130,7 +130,9 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     for _, dimensions in parsed:
         found.update(names_in(dimensions))
     names = sorted(found)
-    constraints = (where,) if isinstance(where, str) else tuple(where)
+    constraints = tuple(where)
+    if isinstance(where, str):
+        constraints = (where,)
     require_readable(constraints, names)
 
     cases = []

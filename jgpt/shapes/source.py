@@ -357,7 +357,8 @@ def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -
     folders = folders_of(function)
     recording = _record(function, arrays, folders, has_values=True)
     if recording.error is not None:
-        # JAX has removed its own frames from an error that no trace has.
+        # Without a trace, JAX has removed its own frames from the error, and they are what says
+        # which operands don't fit. A trace of the same call fails with all of them.
         traced = _record(function, arrays, folders)
         if traced.error is not None:
             recording = traced
@@ -833,7 +834,8 @@ def _typed_reason(error: Exception) -> str | None:
     lines = str(error).strip().splitlines()
     if len(lines) != 4:
         return None
-    subject = lines[0].removesuffix(".")
+    subject_line, expected_line, got_line, _ = lines
+    subject = subject_line.removesuffix(".")
     # The module of a user's file has a name that nobody has given it. It is that of a frame, or of
     # the function that a frame of the contract checks.
     traceback = error.__traceback__
@@ -845,8 +847,8 @@ def _typed_reason(error: Exception) -> str | None:
         subject = subject.removeprefix(f"{module}.")
         subject = subject.removeprefix(f"{module_of_checked}.")
         traceback = traceback.tb_next
-    expected = lines[1].removeprefix("Expected: ")
-    got = lines[2].removeprefix("Got: ")
+    expected = expected_line.removeprefix("Expected: ")
+    got = got_line.removeprefix("Got: ")
     return f"{subject}: {got}, and not {expected}"
 
 
