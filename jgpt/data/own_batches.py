@@ -30,7 +30,8 @@ class OwnBatches:
         self._function = function
         self._dataset = dataset
         self._config = config
-        self._fields: tuple[bool, bool] | None = None
+        self._first_fields: tuple[bool, bool] | None = None
+        """Whether the first batch has weights, and whether it has documents."""
         # A curriculum needs the sizes of a batch, or the number of steps.
         self._options: dict[str, Any] = {}
         if "config" in inspect.signature(function).parameters:
@@ -47,8 +48,13 @@ class OwnBatches:
         # One program takes `steps` batches, however many are used.
         empty = jax.tree.map(np.zeros_like, batches[0])
         batches.extend([empty] * (steps - count))
-        # Stacked on the host, so that each process moves only the part of its own devices.
-        return jax.tree.map(lambda *arrays: _placed(np.stack(arrays)), *batches)
+
+        def stack(*arrays_of_steps: Any) -> Any:
+            # On the host, so that each process moves only the part of its own devices.
+            stacked = np.stack(arrays_of_steps)
+            return _placed(stacked)
+
+        return jax.tree.map(stack, *batches)
 
     def of_step(self, step: int) -> Batch:
         """Return the batch of one step, on the host. Raises ValueError for a wrong one."""
@@ -57,23 +63,25 @@ class OwnBatches:
             raise self._wrong(step, f"must be a jgpt.Batch, not {describe_value(batch)}")
         rows = self._config.batch_size
         block_size = self._config.model.block_size
-        self._require_shape(step, "tokens", batch.tokens, (rows, block_size + 1))
+        of_tokens = (rows, block_size + 1)
+        of_targets = (rows, block_size)
+        self._require_shape(step, "tokens", batch.tokens, of_tokens)
         self._require_same_fields(step, batch)
         host = jax.tree.map(np.asarray, batch)
         self._require_tokens(step, host.tokens)
         if host.weights is not None:
-            self._require_shape(step, "weights", batch.weights, (rows, block_size))
+            self._require_shape(step, "weights", batch.weights, of_targets)
             self._require_weights(step, host.weights)
         if host.documents is not None:
-            self._require_shape(step, "documents", batch.documents, (rows, block_size + 1))
+            self._require_shape(step, "documents", batch.documents, of_tokens)
         return host
 
     def require_pure(self, step: int) -> None:
         """Raise ValueError if the function gives another batch when it is called again."""
-        first = jax.tree.leaves(self.of_step(step))
-        again = jax.tree.leaves(self.of_step(step))
-        for one, other in zip(first, again, strict=True):
-            if not np.array_equal(one, other):
+        arrays = jax.tree.leaves(self.of_step(step))
+        arrays_made_again = jax.tree.leaves(self.of_step(step))
+        for array, made_again in zip(arrays, arrays_made_again, strict=True):
+            if not np.array_equal(array, made_again):
                 raise self._wrong(
                     step,
                     "differs when it is made again: batches= must be a pure function of (dataset, "
@@ -116,10 +124,10 @@ class OwnBatches:
     def _require_same_fields(self, step: int, batch: Batch) -> None:
         """Raise ValueError if a batch has weights or documents and another one does not."""
         fields = (batch.weights is not None, batch.documents is not None)
-        if self._fields is None:
-            self._fields = fields
-        # One program takes all batches.
-        if self._fields != fields:
+        if self._first_fields is None:
+            self._first_fields = fields
+        # One program takes all batches, and it is compiled for these fields.
+        if fields != self._first_fields:
             raise self._wrong(step, "must have weights and documents at each step, or at none")
 
     def _wrong(self, step: int, message: str) -> ValueError:
@@ -135,8 +143,10 @@ def own_batches(config: TrainConfig, dataset: Dataset) -> OwnBatches | None:
 
 def _placed(array: Any) -> Any:
     """Put an array of steps, rows and positions on the devices; a mesh shards its rows."""
-    if current_mesh().empty:
+    mesh = current_mesh()
+    if mesh.empty:
         return jnp.asarray(array)
-    spec = spec_of((None, "batch", None), array.shape, current_mesh())
+    spec = spec_of((None, "batch", None), array.shape, mesh)
     sharding = shardings(spec)
+    # JAX asks for the parts of this process's devices alone.
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
