@@ -403,8 +403,13 @@ class TrainConfig(Fields):
                     Field("steps_per_call"),
                 )
             )
-        sizes = mesh_sizes("data=1" if self.mesh is None else self.mesh)
-        count = 1 if self.micro_batches == "auto" else self.micro_batches
+        mesh = self.mesh
+        if mesh is None:
+            mesh = "data=1"
+        sizes = mesh_sizes(mesh)
+        count = self.micro_batches
+        if count == "auto":  # chosen later, among those that the mesh divides
+            count = 1
         parts = sizes["data"] * sizes["fsdp"]
         batch = self.batch_size // count
         if batch % parts:

@@ -116,8 +116,16 @@ def _in_words(hint: Any) -> str:
         return f"a tuple, each item {_in_words(kinds[0])}"
     if kinds:
         return " or ".join(map(_in_words, kinds))
-    words = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
-    return {**words, NoneType: "None"}.get(hint) or f"a {hint.__name__}"
+    words_of_types = {
+        bool: "True or False",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        NoneType: "None",
+    }
+    if hint in words_of_types:
+        return words_of_types[hint]
+    return f"a {hint.__name__}"
 
 
 def require_multiple(config: Any, name: str, divisor_name: str) -> None:
@@ -308,7 +316,9 @@ def as_dict(config: Any) -> dict[str, Any]:
         modules = record.pop("modules")
         if modules:
             record["modules"] = dict(modules)
-        values |= dict(record.pop("fields")) | {name: record}
+        # The fields of a custom config class stand beside those of ours, as the user wrote them.
+        values.update(record.pop("fields"))
+        values[name] = record
     return values
 
 
@@ -342,7 +352,8 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
         if name == "make":  # the custom config class may have fields that this class lacks
             others = {other: value for other, value in values.items() if other not in hints}
         fields[name] = _code_from_dict(recorded, others)
-        values = {other: value for other, value in values.items() if other not in (name, *others)}
+        is_read = {name, *others}
+        values = {other: value for other, value in values.items() if other not in is_read}
     for name, value in values.items():
         nested: Any = hints.get(name)
         if isinstance(nested, type) and dataclasses.is_dataclass(nested):
@@ -361,6 +372,11 @@ def _as_tuple(value: Any) -> Any:
 def _code_from_dict(recorded: dict[str, Any], others: dict[str, Any]) -> Code:
     """Make the record of custom code, with the fields of a config that only the custom class
     has."""
-    fields = tuple((name, _as_tuple(value)) for name, value in others.items())
-    modules = tuple(dict(recorded.get("modules", {})).items())
-    return Code(**recorded | {"fields": fields, "modules": modules})
+    fields = []
+    for name, value in others.items():
+        fields.append((name, _as_tuple(value)))
+    modules = dict(recorded.get("modules", {}))  # older runs have none
+    values = dict(recorded)
+    values["fields"] = tuple(fields)
+    values["modules"] = tuple(modules.items())
+    return Code(**values)

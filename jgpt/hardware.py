@@ -121,8 +121,11 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
             found = get_topology_desc(on, platform="tpu")
     except (NotImplementedError, RuntimeError) as error:
         if "not installed" in str(error) or isinstance(error, NotImplementedError):
-            needed = f"pip install 'jgpt[{'cuda12' if chip.platform.name == 'gpu' else 'tpu'}]'"
-            raise ModuleNotFoundError(f"compiling for {on} needs its compiler: {needed}") from None
+            extra = "tpu"
+            if chip.platform.name == "gpu":
+                extra = "cuda12"
+            install = f"pip install 'jgpt[{extra}]'"
+            raise ModuleNotFoundError(f"compiling for {on} needs its compiler: {install}") from None
         raise ValueError(Message(Field("on", on), f": {str(error).splitlines()[0]}")) from None
     return chip, list(found.devices)
 

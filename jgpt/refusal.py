@@ -36,7 +36,9 @@ class Field:
         return self.value is not _ABSENT
 
     def __str__(self) -> str:
-        return f"{self.name}={_SHORT.repr(self.value)}" if self.has_value else self.name
+        if not self.has_value:
+            return self.name
+        return f"{self.name}={_SHORT.repr(self.value)}"
 
 
 class Message(str):
@@ -73,7 +75,13 @@ class Message(str):
 
     def spelled(self, spell: Callable[[Field], str]) -> str:
         """The text with each field as `spell` writes it."""
-        return "".join(spell(part) if isinstance(part, Field) else part for part in self.parts)
+        text = ""
+        for part in self.parts:
+            if isinstance(part, Field):
+                text += spell(part)
+            else:
+                text += part
+        return text
 
 
 def message_of(error: BaseException) -> str:

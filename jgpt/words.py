@@ -21,22 +21,38 @@ OTHER_NAMES = {
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown word, to append to a message, or an empty string."""
-    named = {name.lstrip("-").replace("-", "_"): name for name in known}
-    plain = word.lstrip("-").replace("-", "_")
-    close = difflib.get_close_matches(OTHER_NAMES.get(plain, plain), named, n=1)
-    return f" (did you mean {named[close[0]]!r}?)" if close else ""
+    # An option is compared as the field that it is: --batch-size as batch_size.
+    known_by_field = {}
+    for name in known:
+        known_by_field[_as_field(name)] = name
+    field = _as_field(word)
+    close = difflib.get_close_matches(OTHER_NAMES.get(field, field), known_by_field, n=1)
+    if not close:
+        return ""
+    return f" (did you mean {known_by_field[close[0]]!r}?)"
+
+
+def _as_field(word: str) -> str:
+    return word.lstrip("-").replace("-", "_")
 
 
 def format_bytes(size: int) -> str:
     """Format a size in a binary unit, such as 1.5 MiB."""
     units = "bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"
-    power = min(max(size.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{size / 1024**power:,.{min(power, 1)}f} {units[power]}"
+    # The largest power of 1024 that is not above the size: 1024 is 2**10.
+    power = max(size.bit_length() - 1, 0) // 10
+    power = min(power, len(units) - 1)
+    digits = 1
+    if power == 0:  # there is no part of a byte
+        digits = 0
+    return f"{size / 1024**power:,.{digits}f} {units[power]}"
 
 
 def counted(number: int, noun: str) -> str:
     """A number of things in words: 1 token, 2 tokens."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 LEGEND: dict[str, str] = {
