@@ -82,7 +82,8 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
         for name, axes in panels.items():
             x = progress[name]
             lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
-        smoothed.append(lines[1])  # represents the run in the legend
+        _, smoothed_training, *_ = lines
+        smoothed.append(smoothed_training)  # represents the run in the legend
     labels = _labels_of(runs)
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
@@ -247,10 +248,13 @@ def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.n
     step = np.arange(len(losses))
     before = np.minimum(window // 2, step)
     after = np.minimum(before, step[::-1])
-    # The sum of a window is the difference of two cumulative sums, which is linear in the steps.
+    first = step - before
+    end = step + after + 1
+    # The sum of a window is a difference of cumulative sums, so a long window costs no more time
+    # than a short one.
     sums = np.concatenate([[0.0], np.cumsum(losses)])
-    sum_of_window = sums[step + after + 1] - sums[step - before]
-    return sum_of_window / (before + 1 + after)
+    sum_of_window = sums[end] - sums[first]
+    return sum_of_window / (end - first)
 
 
 def _finish(
@@ -272,8 +276,9 @@ def _finish(
 
 def _name_axis(axes: Axes, name: str) -> None:
     """Name the horizontal axis, and write its numbers so that they can be read."""
+    is_counted = name != "seconds"  # there is no half step or token
     axes.set(xlabel=name)
-    axes.locator_params(axis="x", integer=name != "seconds")
+    axes.locator_params(axis="x", integer=is_counted)
     if name == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 4M
     else:
@@ -291,8 +296,8 @@ def _add_legend(
     title: str = "",
 ) -> None:
     """Add a legend outside of the axes."""
-    labels, families = drawable(labels, "sans-serif")
-    legend = figure.legend(lines, labels, loc=place, ncols=columns, title=title)
+    drawable_labels, families = drawable(labels, "sans-serif")
+    legend = figure.legend(lines, drawable_labels, loc=place, ncols=columns, title=title)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a directory's name may contain dollars
         text.set_fontfamily(families)
@@ -367,7 +372,8 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
         raise ValueError(f"{kind} has no attention weights: choose a GPT run")
     tokens = encode_text(tokenizer, text)[-model.block_size :]
     batch = jnp.asarray(tokens)[None]  # 1 time
-    weights = np.asarray(attention_weights_of(batch)[:, 0])  # layers heads time time
+    of_batch = attention_weights_of(batch)  # layers 1 heads time time
+    weights = np.asarray(of_batch[:, 0])  # layers heads time time
     layers, heads, time, _ = weights.shape
 
     side = _panel_side(layers, heads, time)
@@ -375,7 +381,8 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
     # that names don't overlap.
     stride = math.ceil(INCHES_PER_TOKEN * time / side)
     ticks = range(0, time, stride)
-    tick_size = min(8.0, 72 * 0.85 * side / (len(ticks) + 4))  # in points, 72 an inch
+    points = 72 * side  # of a panel: 72 points are an inch
+    tick_size = min(8.0, 0.85 * points / (len(ticks) + 4))
     label_size = min(24.0, 7 + side)
     names = []
     for position in ticks:
@@ -396,7 +403,8 @@ def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, forma
         if head == 0:
             axes.set_ylabel("query position", fontsize=label_size)
     # Every panel has the same scale, from 0 to 1, so one bar serves all of them.
-    bar = figure.colorbar(panels[0, 0].get_images()[0], ax=panels, aspect=40)
+    (any_image,) = panels[0, 0].get_images()
+    bar = figure.colorbar(any_image, ax=panels, aspect=40)
     bar.set_label("attention weight", fontsize=label_size)
     return _image(figure, format)
 
