@@ -71,11 +71,27 @@ def require_same_run(
         may_differ.add("dataset.data")
     for name, _, _ in _lowered_rates(saved, config):
         may_differ.add(f"optimizer.{name}")
-    if list(checkpoints) == [0]:
+    is_untrained = list(checkpoints) == [0]
+    if is_untrained:
         # Nothing has been trained yet that other values would contradict.
         for name, _ in fields_of(saved):
             if not name.startswith(_OF_THE_STATE):
                 may_differ.add(name)
+    _require_equal_fields(saved, config, may_differ)
+    done = max(checkpoints, default=0)
+    if config.steps < done:
+        raise ValueError(
+            Message(
+                Field("steps", config.steps),
+                f" is below the {done} steps that {config.out} has taken: give ",
+                Field("steps", done),
+                " or more, or another directory",
+            )
+        )
+
+
+def _require_equal_fields(saved: TrainConfig, config: TrainConfig, may_differ: set[str]) -> None:
+    """Raise ValueError naming the fields that differ, but for those that may."""
     differences = []
     for (name, old), (_, new) in zip(fields_of(saved), fields_of(config), strict=True):
         if old != new and name not in may_differ:
@@ -88,16 +104,6 @@ def require_same_run(
                 "the config doesn't match the run to resume: ",
                 Message.join("; ", differences),
                 ". Use the same values, or another directory",
-            )
-        )
-    done = max(checkpoints, default=0)
-    if config.steps < done:
-        raise ValueError(
-            Message(
-                Field("steps", config.steps),
-                f" is below the {done} steps that {config.out} has taken: give ",
-                Field("steps", done),
-                " or more, or another directory",
             )
         )
 
