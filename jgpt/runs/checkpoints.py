@@ -94,8 +94,9 @@ class Checkpoints:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            # other processes may not wait, or may have ended
-            if kind is None or process_count() == 1:
+            # After an error, other processes may not come here, or may have ended.
+            has_failed = kind is not None
+            if not has_failed or process_count() == 1:
                 self.wait()
         finally:
             self._background.shutdown()
@@ -537,7 +538,8 @@ def _require_plausible(directory: Path, largest: dict[str, int]) -> None:
             raise ValueError(f"{path} is not a file that jgpt writes")
         if path.name == ".zarray":
             part = Path(name).parts[0]
-            parse_file(path, functools.partial(_require_plausible_header, most=largest.get(part)))
+            require = functools.partial(_require_plausible_header, most=largest.get(part))
+            parse_file(path, require)
 
 
 def _require_plausible_header(text: str, most: int | None) -> None:
