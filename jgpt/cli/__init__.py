@@ -64,8 +64,9 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
         _discard_output()
         sys.exit(141)
     except Exception as error:
-        is_import = isinstance(error, ImportError)
-        if _follows_an_interruption(error) or (is_import and repeated):
+        # An import that an interruption has broken may fail with an error that doesn't name it.
+        is_broken_import = isinstance(error, ImportError) and bool(repeated)
+        if _follows_an_interruption(error) or is_broken_import:
             for canceled in repeated:
                 canceled.set()
             sys.exit(130)
@@ -144,17 +145,20 @@ def _without_echoes() -> Iterator[list[threading.Event]]:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     warnings.filterwarnings("always", ".* has changed since the run began")
-    show = warnings.showwarning
-    warnings.showwarning = lambda message, *_: print(f"jgpt: {message}", file=sys.stderr)
-    report = sys.unraisablehook
+    show_warning = warnings.showwarning
+    report_unraisable = sys.unraisablehook
     report_uncaught = sys.excepthook
     repeated: list[threading.Event] = []
 
-    def hook(unraisable: Any) -> None:
+    def show_in_one_line(message: Warning | str, *_: Any) -> None:
+        # Without the file and the line of our code that warns, which tell a user nothing.
+        print(f"jgpt: {message}", file=sys.stderr)
+
+    def unraisable_hook(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             repeated.append(interrupt_again())
         elif str(unraisable.exc_value) != "Event loop is closed":
-            report(unraisable)
+            report_unraisable(unraisable)
 
     def uncaught_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         # while a command runs, only C code calls it: NumPy's, when its import is interrupted
@@ -163,14 +167,15 @@ def _without_echoes() -> Iterator[list[threading.Event]]:
         else:
             report_uncaught(kind, error, trace)
 
-    sys.unraisablehook = hook
+    warnings.showwarning = show_in_one_line
+    sys.unraisablehook = unraisable_hook
     sys.excepthook = uncaught_hook
     try:
         yield repeated
     finally:
         sys.excepthook = report_uncaught
-        sys.unraisablehook = report
-        warnings.showwarning = show
+        sys.unraisablehook = report_unraisable
+        warnings.showwarning = show_warning
 
 
 def _discard_output() -> None:

@@ -242,6 +242,7 @@ class _Parser(argparse.ArgumentParser):
         if flag in instead:
             raise OptionError(f"{flag} {instead[flag]}")
         if word.startswith("-") and word != "--":
+            # without quotes, as the rest of the message writes an option
             meant = did_you_mean(flag, self.flags).replace("'", "")
             self.error(f"unknown option {flag}{meant}")
 
@@ -462,27 +463,34 @@ def _options(owner: Any) -> Iterator[tuple[str, Any, OptionSpec, Any, str]]:
     source = owner
     if not is_function:  # a config, whose values are the defaults
         source = type(owner)
-    texts = {}
+    help_texts = {}
     for documented in _documentation(source).params:
-        texts[documented.arg_name] = documented.description or ""
-    kinds = get_type_hints(source)
+        words = (documented.description or "").split()
+        help_texts[documented.arg_name] = " ".join(words)  # on one line
     hidden = {"vocab_size"}  # the tokenizer determines it
     if not is_function:
         hidden |= set(code_fields(source))  # options of their own give it
+    kinds = get_type_hints(source)
     annotated = get_type_hints(source, include_extras=True)
     for name, parameter in inspect.signature(source).parameters.items():
+        kind = kinds[name]
         default = parameter.default
         if not is_function:
             default = getattr(owner, name)
-        if dataclasses.is_dataclass(default) or name in hidden:  # a part is a group of its own
+        is_part = dataclasses.is_dataclass(default)  # which has a group of options of its own
+        if is_part or name in hidden:
             continue
-        if kinds[name] is bool and isinstance(owner, CONFIGS):
+        if kind is bool and isinstance(owner, CONFIGS):
             default = None  # a file's may be either
-        shown = OptionSpec()
-        for note in getattr(annotated[name], "__metadata__", ()):
-            if isinstance(note, OptionSpec):
-                shown = note
-        yield name, kinds[name], shown, default, " ".join(texts.get(name, "").split())
+        yield name, kind, _spec_in(annotated[name]), default, help_texts.get(name, "")
+
+
+def _spec_in(annotation: Any) -> OptionSpec:
+    """The way to show an option, which its annotation may have."""
+    for note in getattr(annotation, "__metadata__", ()):
+        if isinstance(note, OptionSpec):
+            return note
+    return OptionSpec()
 
 
 @functools.cache
@@ -577,8 +585,7 @@ def words_of(command: Callable[..., Any], values: Mapping[str, Any]) -> list[str
     words = []
     for name, parameter in inspect.signature(command).parameters.items():
         value = values[name]
-        spec = next((part for part in get_args(hints[name]) if isinstance(part, OptionSpec)), None)
-        if spec is not None and spec.positional:
+        if _spec_in(hints[name]).positional:
             if isinstance(value, tuple):
                 words.extend(value)
             elif value is not None:

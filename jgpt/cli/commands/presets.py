@@ -13,5 +13,7 @@ from jgpt.cli.options import (
 
 def presets() -> Lines:
     """List the presets of `jgpt train`."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    width = 1000  # for a program that reads it, a line stays one
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     return describe_presets(width)

@@ -157,8 +157,10 @@ def _show(
 
 def _followed_file(what: str, model: str | None) -> Path:
     """Return the file of the custom model. Raises OptionError if there is none."""
-    for named in (model, what):
-        file, _, name = (named or "").rpartition(":")
+    for words in (model, what):
+        if words is None:
+            continue
+        file, _, name = words.rpartition(":")
         if file.endswith(".py") and name:
             if not Path(file).exists():
                 raise OptionError(f"{file} doesn't exist: --follow needs a file")
