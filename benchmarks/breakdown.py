@@ -61,10 +61,14 @@ def kind_of(parts: list[Instruction]) -> str:
     if 2 * of_loss < len(names):
         return OPTIMIZER
     if products:
-        batched = any("batch_dims={0" in product for product in products)
-        return ATTENTION if batched else DENSE
+        # A product of two activations is one for each sequence; one with a weight is one for all.
+        if any("batch_dims={0" in product for product in products):
+            return ATTENTION
+        return DENSE
     primitives = {name.rpartition("/")[2] for name in names}
-    return REDUCTIONS if primitives & REDUCING else ELEMENTWISE
+    if primitives & REDUCING:
+        return REDUCTIONS
+    return ELEMENTWISE
 
 
 def traced_milliseconds(directory: Path, kind: dict[str, str]) -> Figures:

@@ -192,8 +192,11 @@ def prepare(options: Rounds, megabytes: int = 200) -> None:
         text = repeated_shakespeare(folder, 1e6 * megabytes)
 
         def speed(printed: str, out: Path) -> Figures:
-            tokens = out / "tokens.bin" if out.is_dir() else out
-            return {"megabytes": text.stat().st_size / 1e6, "tokens": tokens.stat().st_size / 2}
+            tokens = out
+            if out.is_dir():  # as `jgpt prepare` makes it
+                tokens = out / "tokens.bin"
+            megabytes = text.stat().st_size / 1e6
+            return {"megabytes": megabytes, "tokens": tokens.stat().st_size / 2}  # of 16 bits
 
         def theirs(name: str, way: str, **rest: Any) -> Variant:
             command = call("encoding", "encode", way=way, text=text, files=files, out="{out}")
@@ -327,8 +330,11 @@ def differences(measured: Measured) -> dict[str, Any]:
     if not wide or not narrow:
         return {}
     apart = [rounded - exact for exact, rounded in zip(wide, narrow, strict=False)]
+    deviation = 0.0
+    if len(wide) > 1:
+        deviation = statistics.stdev(wide)
     return {
-        "deviation_over_seeds": statistics.stdev(wide) if len(wide) > 1 else 0.0,
+        "deviation_over_seeds": deviation,
         "mean_difference": statistics.mean(apart),
         "largest_difference": max(map(abs, apart)),
     }
@@ -380,7 +386,9 @@ def train_page(options: Rounds, steps: int = 2000) -> None:
         slower_by = []
         for with_page, without in zip(page, alone, strict=False):
             slower_by.append(with_page / without - 1)
-        median = sorted(slower_by)[len(slower_by) // 2] if slower_by else None
+        median = None
+        if slower_by:
+            median = statistics.median_high(slower_by)
         return {"steps": steps, "slower_by": slower_by, "median": median}
 
     compare("train_page", variants, options, slower)

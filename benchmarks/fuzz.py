@@ -148,8 +148,10 @@ def replace(path: Path, content: bytes) -> None:
 def mutated(original: bytes, chance: random.Random) -> bytes:
     """Apply one to three mutations, of bytes or of JSON values."""
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        values = parsed(original) if chance.random() < 0.6 else None
-        if values is None:
+        values = None
+        if chance.random() < 0.6:
+            values = parsed(original)
+        if values is None:  # or the bytes are no JSON
             original = mutated_bytes(original, chance)
         else:
             original = json.dumps(mutated_json(values, chance)).encode("utf-8", "surrogatepass")
@@ -179,7 +181,9 @@ def mutated_json(values: Any, chance: random.Random) -> Any:
     if not places:
         return chance.choice(VALUES)
     place = chance.choice(places)
-    keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+    keys = list(range(len(place)))
+    if isinstance(place, dict):
+        keys = list(place)
     key = chance.choice(keys)
     match chance.randrange(4):
         case 0:
@@ -198,7 +202,9 @@ def containers(values: Any) -> Iterator[Any]:
     if not isinstance(values, dict | list) or not values:
         return
     yield values
-    items = list(values.values()) if isinstance(values, dict) else values[:50]
+    items = list(values)[:50]
+    if isinstance(values, dict):
+        items = list(values.values())
     for item in items:
         yield from containers(item)
 

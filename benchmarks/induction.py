@@ -32,10 +32,11 @@ def main(seed: int = 1337) -> None:
     Args:
         seed: That of the training.
     """
-    train = ("train", "--data", "shakespeare", "--sample-tokens", 0, "--seed", seed)
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
-        subprocess.run(runner.jgpt(*train, "--out", run), check=True)
+        options = ("--data", "shakespeare", "--sample-tokens", 0, "--seed", seed, "--out", run)
+        train = runner.jgpt("train", *options)
+        subprocess.run(train, check=True)
         model, tokenizer, config = jgpt.load(run)
         dataset = jgpt.load_dataset(config.dataset, config.model.block_size, tokenizer=tokenizer)
     random_characters = random_texts(model.vocab_size)
@@ -66,8 +67,9 @@ def random_texts(vocab_size: int) -> Int[Array, "{TEXTS} time"]:
 def passages(text: Int[np.ndarray, " length"]) -> Int[Array, "{TEXTS} time"]:
     """Passages from all of a text."""
     starts = np.linspace(0, len(text) - PERIOD, TEXTS).astype(int)
-    positions = starts[:, None] + np.arange(PERIOD)
-    return repeated(jnp.asarray(text[positions], int))
+    positions = starts[:, None] + np.arange(PERIOD)  # batch PERIOD
+    passages = jnp.asarray(text[positions], int)
+    return repeated(passages)
 
 
 def repeated(texts: Int[Array, "{TEXTS} {PERIOD}"]) -> Int[Array, "{TEXTS} time"]:
@@ -77,14 +79,16 @@ def repeated(texts: Int[Array, "{TEXTS} {PERIOD}"]) -> Int[Array, "{TEXTS} time"
 def measured(model: jgpt.GPT, tokens: Int[Array, "batch time"]) -> dict[str, Any]:
     """Losses of the first copy and of those after it, and scores of each head."""
     first, later = losses_of(model, tokens)
-    weights = np.asarray(model.attention_weights(tokens))
+    weights = np.asarray(model.attention_weights(tokens))  # layers batch heads query key
     previous = on_diagonal(weights, 1, first_query=1)
+    # An induction head attends to what followed the query's character in the copy before, which is
+    # PERIOD - 1 back. In the first copy there is none.
     prefix = on_diagonal(weights, PERIOD - 1, first_query=PERIOD)
-    rises = np.zeros_like(prefix)
+    rises = np.zeros_like(prefix)  # layers heads
     for layer, head in np.ndindex(*rises.shape):
-        without = head_off(model, layer, head)
-        _, later_without = losses_of(without, tokens)
-        rises[layer, head] = later_without - later
+        without_head = head_off(model, layer, head)
+        _, later_without_head = losses_of(without_head, tokens)
+        rises[layer, head] = later_without_head - later
     return {
         "loss of the first copy": first,
         "loss of the later copies": later,
@@ -96,10 +100,11 @@ def measured(model: jgpt.GPT, tokens: Int[Array, "batch time"]) -> dict[str, Any
 
 def losses_of(model: Any, tokens: Int[Array, "batch time"]) -> tuple[float, float]:
     """The loss of the characters of the first copy, and of those that were seen before."""
-    logits = model(tokens[:, :-1])
-    log_probability = jax.nn.log_softmax(logits, axis=-1)
+    inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-    picked = jnp.take_along_axis(log_probability, targets[..., None], axis=-1)
+    logits = model(inputs)  # batch time-1 vocab
+    log_probability = jax.nn.log_softmax(logits, axis=-1)
+    picked = jnp.take_along_axis(log_probability, targets[..., None], axis=-1)  # batch time-1 1
     loss = -picked[..., 0]  # batch time-1
     # The first character of the second copy can't be foreseen: nothing says that a copy ends.
     in_first = loss[:, : PERIOD - 1]
@@ -112,7 +117,8 @@ def on_diagonal(
 ) -> Float[np.ndarray, "layers heads"]:
     """The mean weight so many keys back, over the queries from the first on."""
     queries = np.arange(first_query, weights.shape[3])
-    picked = weights[..., queries, queries - back]  # layers batch heads query
+    keys = queries - back
+    picked = weights[..., queries, keys]  # layers batch heads query
     return picked.mean(axis=(1, 3))
 
 

@@ -107,11 +107,14 @@ def main(kills: int = 100, seed: int = 0, changing_mesh: bool = False) -> None:
         seed: Decides when.
         changing_mesh: Resume on another layout of processes and devices each time.
     """
-    setting = CHANGING_MESH if changing_mesh else ONE_DEVICE
+    setting = ONE_DEVICE
+    record = "kill_resume"
+    if changing_mesh:
+        setting = CHANGING_MESH
+        record = "kill_resume_changing_mesh"
     with tempfile.TemporaryDirectory() as directory:
         result = kill_and_resume(Path(directory), kills, seed, setting)
     print(result)
-    record = "kill_resume_changing_mesh" if changing_mesh else "kill_resume"
     print(runner.write(record, result))
     if result["lost"] or result["differing"] or result["hanging"]:
         sys.exit(1)
@@ -179,7 +182,9 @@ def kill(
     chance: random.Random,
 ) -> None:
     """Kill all processes or one of them, after which the others must end by themselves."""
-    doomed = processes if chance.random() < 0.5 else [chance.choice(processes)]
+    doomed = processes
+    if chance.random() >= 0.5:
+        doomed = [chance.choice(processes)]
     for process in doomed:
         process.kill()
     count["kills"] += 1
@@ -226,10 +231,10 @@ def start(setting: Setting, layout: Layout, run: Path) -> list[subprocess.Popen[
         command += ["--coordinator", coordinator, "--processes", str(layout.processes)]
     processes = []
     for index in range(layout.processes):
-        of_this_process = ["--process", str(index)] if layout.processes > 1 else []
-        process = subprocess.Popen(
-            command + of_this_process, stdout=subprocess.DEVNULL, env=environment
-        )
+        of_this_process = list(command)
+        if layout.processes > 1:
+            of_this_process += ["--process", str(index)]
+        process = subprocess.Popen(of_this_process, stdout=subprocess.DEVNULL, env=environment)
         processes.append(process)
     return processes
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import re
 import shutil
 import subprocess
@@ -59,10 +60,12 @@ def nanogpt_model(checkout: Path, shape: Any) -> Any:
     sys.path.insert(0, str(checkout))
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
+    vocab_size = shape.vocab_size
+    if vocab_size > 1024:
+        vocab_size = math.ceil(vocab_size / 64) * 64  # its own padding of GPT-2's vocabulary
     sizes = GPTConfig(
         block_size=shape.block_size,
-        # its own padding of GPT-2's vocabulary
-        vocab_size=-(-shape.vocab_size // 64) * 64 if shape.vocab_size > 1024 else shape.vocab_size,
+        vocab_size=vocab_size,
         n_layer=shape.num_layers,
         n_head=shape.num_heads,
         n_embd=shape.embed_dim,

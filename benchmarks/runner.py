@@ -240,7 +240,11 @@ def provenance() -> dict[str, Any]:
     commit = printed_by("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
     # absolute paths mean nothing on another machine
-    arguments = ["PATH" if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
+    arguments = []
+    for argument in sys.argv[1:]:
+        if os.path.isabs(argument):
+            argument = "PATH"
+        arguments.append(argument)
     return {
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *arguments]),
         "commit": commit or None,

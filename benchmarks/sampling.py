@@ -292,8 +292,11 @@ def write_gguf(path: str, dtype: str) -> None:
             array = array.T.copy()  # transformers stores (in, out)
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         is_quantised = array.ndim == 2 and theirs != "wpe.weight"
-        stored = gguf.quants.quantize(array, kind) if is_quantised else array
-        writer.add_tensor(name, stored, raw_dtype=kind if is_quantised else None)
+        if is_quantised:
+            quantised = gguf.quants.quantize(array, kind)
+            writer.add_tensor(name, quantised, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -44,6 +44,7 @@ def first_text(run: str) -> Figures:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         written = b""
+        # The prompt is written first, before anything is sampled.
         while len(written) <= len("ROMEO:"):
             more = os.read(process.stdout.fileno(), 1024)
             if not more:
@@ -65,22 +66,28 @@ def page(steps: int, out: str, written: bool = False) -> Figures:
     completed = subprocess.run(command, stdout=subprocess.DEVNULL)
     if completed.returncode:
         sys.exit(f"{command} ended with {completed.returncode}")
+    figures: Figures = {"milliseconds_per_step": 1000 * seconds_per_step(out, steps // 5)}
+    if written:
+        path = Path(out, "page.html")
+        text = path.read_text(encoding="utf-8")
+        (data,) = re.findall(r'id="data">(.*)</script>', text)
+        training = json.loads(data)["training"]
+        figures["evaluations_shown"] = len(training["snapshots"])
+        figures["page_bytes"] = path.stat().st_size
+    return figures
+
+
+def seconds_per_step(out: str, skipped: int) -> float:
+    """The seconds of a step, without the first steps of a run."""
     timed = []
     for line in metrics_of(out):
-        if "seconds" in line and line["step"] > steps // 5:
+        if "seconds" in line and line["step"] > skipped:
             timed.append(line)
     first = timed[0]
     last = timed[-1]
     seconds = last["seconds"] - first["seconds"]
     taken_steps = last["step"] - first["step"]
-    figures: Figures = {"milliseconds_per_step": 1000 * seconds / taken_steps}
-    if written:
-        path = Path(out, "page.html")
-        (found,) = re.findall(r'id="data">(.*)</script>', path.read_text(encoding="utf-8"))
-        training = json.loads(found)["training"]
-        figures["evaluations_shown"] = len(training["snapshots"])
-        figures["page_bytes"] = path.stat().st_size
-    return figures
+    return seconds / taken_steps
 
 
 def metrics_of(out: str) -> list[dict[str, Any]]:
@@ -100,15 +107,18 @@ def large_text(text: str, out: str, preset: str, steps: int) -> Figures:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         wait_for_lines(Path(out, "metrics.jsonl"), process)
         first_step = time.perf_counter()
-    ended = time.perf_counter()
+    ended = time.perf_counter()  # leaving the block waits for the process
     if process.returncode:
         sys.exit(f"{command} ended with {process.returncode}")
+    # The first line has no tokens per second.
     timed = [line for line in metrics_of(out) if line.get("tokens_per_second")]
-    tokens_per_step = timed[-1]["tokens"] / timed[-1]["step"]
+    last = timed[-1]
+    tokens_per_step = last["tokens"] / last["step"]
     seconds_in_steps = 0.0
     for line in timed:
         seconds_in_steps += tokens_per_step / line["tokens_per_second"]
+    seconds_after_first_step = ended - first_step
     return {
         "seconds_to_first_step": first_step - began,
-        "share_besides_steps": 1 - seconds_in_steps / (ended - first_step),
+        "share_besides_steps": 1 - seconds_in_steps / seconds_after_first_step,
     }
