@@ -540,7 +540,8 @@ def _methods_written_in(kind: type) -> Iterator[Any]:
     """Yield what a class's body defines, without the methods that a dataclass adds.
 
     From Python 3.13 on, one of these is a function of the standard library's folder. The others
-    have no source.
+    have no source, but the name of their file is `<string>`, which is also that of the text after
+    `python -c`, whose lines Python keeps from 3.13 on.
     """
     for attribute in vars(kind).values():
         if not callable(attribute):
@@ -550,7 +551,8 @@ def _methods_written_in(kind: type) -> Iterator[Any]:
             continue
         is_own = inspect.unwrap(attribute).__module__ == kind.__module__
         has_source = bool(linecache.getlines(code.co_filename))
-        if is_own and has_source:
+        is_generated = code.co_qualname.startswith("__create_fn__")  # by `dataclasses`
+        if is_own and has_source and not is_generated:
             yield attribute
 
 

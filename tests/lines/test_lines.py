@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import linecache
 import runpy
 import sys
 from collections import defaultdict
@@ -236,6 +237,16 @@ def test_each_line_of_a_train_step_has_the_shape_of_an_independent_run():
 def test_methods_that_a_library_adds_are_not_shown(name):
     """A dataclass has generated ones, on Python 3.13 also one of the standard library's."""
     module, *_ = PROGRAMS[name]()
+
+    assert folders_of(module) == {str(Path(models.__file__).parent)}
+
+
+@pytest.mark.parametrize("name", ["Equinox", "Linen"])
+def test_methods_of_a_dataclass_are_not_those_of_a_command_line(monkeypatch, name):
+    """Both have the file `<string>`, of which Python 3.13 keeps the text after `python -c`."""
+    module, *_ = PROGRAMS[name]()
+    text = "import this_is_not_the_module\n"
+    monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, [text], "<string>"))
 
     assert folders_of(module) == {str(Path(models.__file__).parent)}
 
