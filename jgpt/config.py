@@ -36,6 +36,9 @@ MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
 DEFAULT_TEMPERATURE = 0.8
 """The sampling temperature of every function and command that takes one."""
+CHAT_TOP_P = 0.95
+"""The nucleus of a chat. Chat models are tuned to be sampled with one: at the temperature alone, an
+answer sometimes has a token of another language or subject, and goes on from there."""
 MAX_NGRAM = 63  # each size up to it is traced
 
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)

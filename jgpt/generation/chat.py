@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgpt.config import CHAT_TOP_P
 from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
 from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
@@ -29,8 +30,9 @@ class Chat:
     full.
 
     Messages are encoded without special tokens, so that no text can end a turn or begin another
-    role's turn. `key` and `sampling` mean the same as in `jgpt.generate_text`. Raises ValueError
-    for an invalid parameter, or a tokenizer without ChatML's tokens.
+    role's turn. `key`, `top_p` and `sampling` mean the same as in `jgpt.generate_text`, but `top_p`
+    is 0.95 unless it is given, as in `jgpt chat`. Raises ValueError for an invalid parameter, or a
+    tokenizer without ChatML's tokens.
     """
 
     @typed
@@ -42,6 +44,7 @@ class Chat:
         max_new_tokens: int = 512,
         *,
         key: PRNGKey | None = None,
+        top_p: float | None = CHAT_TOP_P,
         **sampling: Any,
     ) -> None:
         if "rngs" in sampling:
@@ -50,7 +53,7 @@ class Chat:
             key = jax.random.key(0)
         self._key = typed_key(key)
         self._replies = 0
-        self._sampling = Sampling(**sampling)
+        self._sampling = Sampling(top_p=top_p, **sampling)
         if max_new_tokens < 1:
             raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be positive"))
         if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):

@@ -1,5 +1,6 @@
 """A conversation is the template's tokens, and no message can forge a turn."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tokenizers as tk
 from flax import nnx
 
 import jgpt
+from jgpt.cli.commands.chat import chat as chat_command
 from jgpt.generation.chat import END, START, Chat
 from tests.models import random_gpt
 
@@ -223,6 +225,16 @@ def test_other_tokenizers_are_rejected(tokenizer):
 def test_what_can_t_be_sampled_is_rejected_at_once(wrong, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Chat(Model(), chat_tokenizer(), **wrong)  # type: ignore[arg-type]
+
+
+def test_answers_are_sampled_as_by_the_command_unless_told(asked):
+    default = inspect.signature(chat_command).parameters["top_p"].default
+    for options, expected in (({}, default), ({"top_p": None}, None), ({"top_k": 3}, default)):
+        said(Chat(Model(), chat_tokenizer(), **options), "one")  # type: ignore[arg-type]
+        sampling = asked[-1]["sampling"]
+        assert sampling.top_p == expected
+        assert sampling.top_k == options.get("top_k")
+    assert default == 0.95
 
 
 def test_each_reply_has_a_key_of_its_own(asked):

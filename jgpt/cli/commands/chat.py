@@ -15,7 +15,7 @@ from jgpt.cli.options import (
     OptionSpec,
 )
 from jgpt.cli.terminal import open_console, say
-from jgpt.config import DEFAULT_TEMPERATURE
+from jgpt.config import CHAT_TOP_P, DEFAULT_TEMPERATURE
 
 
 def chat(
@@ -23,7 +23,7 @@ def chat(
     system: Annotated[str | None, OptionSpec("TEXT")] = None,
     max_new_tokens: int = 512,
     temperature: float = DEFAULT_TEMPERATURE,
-    top_p: Probability = 0.95,
+    top_p: Probability = CHAT_TOP_P,
     seed: int = 1337,
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
