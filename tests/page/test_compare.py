@@ -208,6 +208,17 @@ def test_what_is_shown_is_chosen_by_key_or_click_and_a_link_holds_it(tmp_path):
 
 @pytest.mark.slow
 @needs_chromium
+def test_a_reset_undoes_what_was_changed_and_shows_what_was_shown(tmp_path):
+    with opened(tmp_path / "page.html", html_of_both()) as page:
+        changed(page, prompt=TEXT, heads={"0.1": 0}, shown="difference")
+        page.run("$('reset').onclick()")
+        found = page.run("[state.prompt, state.heads, state.shown, data.difference]")
+
+    assert found == [FIRST, {}, "difference", True]
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_writing_on_uses_the_model_that_is_shown(tmp_path):
     with opened(tmp_path / "page.html", html_of_both()) as page:
         written = []

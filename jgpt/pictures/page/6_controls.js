@@ -157,7 +157,7 @@ function startComputing(found) {
   };
   $("sample").onclick = () => write(drawToken());
   $("write").onclick = writeOn;
-  $("reset").onclick = () => change(restored({}));
+  $("reset").onclick = () => change(restored({ shown: state.shown }));
   addEventListener("hashchange", () => change(restored(inAddress())));
   state = restored(inAddress());
   startComparing(found.models);
