@@ -51,10 +51,9 @@ def batches(
     first `count` steps, and the other windows are zeros. With `shares`, the tokens are those of
     several texts, and each window is from one of them, drawn by their weights.
     """
-    if shares:
-        starts = mixed_starts(seed, first_step, steps, shares, batch_size, block_size)
-    else:
-        starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
+    starts = batch_starts(
+        seed, first_step, steps, len(tokens), batch_size, block_size, shares=shares
+    )
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
@@ -92,6 +91,23 @@ def batch(
     """Return the inputs and targets of a step; the targets are the inputs shifted by one token."""
     window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
     return window[:, :-1], window[:, 1:]
+
+
+@typed
+def batch_starts(
+    seed: int,
+    first_step: int,
+    steps: int,
+    tokens: int,
+    batch_size: int,
+    block_size: int,
+    *,
+    shares: tuple[Share, ...] = (),
+) -> Integer[Array, "{steps} {batch_size}"]:
+    """Return the offsets of the windows of `batches` in the training tokens."""
+    if shares:
+        return mixed_starts(seed, first_step, steps, shares, batch_size, block_size)
+    return window_starts(seed, first_step, steps, tokens, batch_size, block_size)
 
 
 @typed

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jgpt.config import TrainConfig
-from jgpt.data.batches import window_starts
+from jgpt.data.batches import batch_starts
+from jgpt.data.mixture import Share
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.costs import flops_per_token
 from jgpt.parallel.processes import raise_in_all_processes
@@ -31,6 +32,7 @@ class MetricsLogger:
         run: RunDirectory,
         trackers: Sequence[Log],
         training_tokens: int,
+        shares: tuple[Share, ...] = (),
         devices: int = 1,
         report: Callable[[int, float, float | None], None] = lambda *_: None,
     ) -> None:
@@ -39,6 +41,7 @@ class MetricsLogger:
         self._trackers = trackers
         self._report = report
         self._training_tokens = training_tokens
+        self._shares = shares
         self._tokens_per_step = config.batch_size * config.model.block_size
         self._peak_speed = _peak_tokens_per_second(config, devices)
         self._pending: tuple[int, int, Metrics] | None = None
@@ -199,23 +202,10 @@ class MetricsLogger:
     def _not_finite_message(self, line: dict[str, Any]) -> str:
         """Return the message for a step that is not finite: its number, its text, and what to
         change."""
-        config = self._config
         step = line["step"]
-        # A batch is a function of the seed and the step, so it can be made again.
-        starts = window_starts(
-            config.seed,
-            step - 1,
-            config.steps_per_call,  # this shape is compiled already
-            self._training_tokens,
-            config.batch_size,
-            config.model.block_size,
-        )[0].tolist()
         name = "loss"
         if math.isfinite(line["loss"]):
             name = "gradient_norm"
-        tokens = ", ".join(str(start) for start in starts[:8])
-        if len(starts) > 8:
-            tokens += ", …"
         advice = Message("lower ", Field("learning_rate"))
         if step == 1:  # there was no update yet, so a lower rate changes nothing
             advice = Message(
@@ -224,10 +214,34 @@ class MetricsLogger:
             )
         return Message(
             f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
-            f"gradient_norm {line['gradient_norm']:.3g}; the batch's windows start at tokens "
-            f"{tokens} of the training text): ",
+            f"gradient_norm {line['gradient_norm']:.3g}; ",
+            self._describe_batch(step - 1),
+            "): ",
             advice,
         )
+
+    def _describe_batch(self, step: int) -> str:
+        """Describe the batch of a step, counted from 0, so that it can be looked at."""
+        config = self._config
+        if config.batches is not None:
+            return Message("the batch is what ", Field("batches"), f" returns for step {step}")
+        # A batch is a function of the seed and the step, so it can be made again.
+        starts = batch_starts(
+            config.seed,
+            step,
+            config.steps_per_call,  # this shape is compiled already
+            self._training_tokens,
+            config.batch_size,
+            config.model.block_size,
+            shares=self._shares,
+        )[0].tolist()
+        tokens = ", ".join(str(start) for start in starts[:8])
+        if len(starts) > 8:
+            tokens += ", …"
+        where = "the training text"
+        if self._shares:
+            where = "the training texts, which follow each other"
+        return f"the batch's windows start at tokens {tokens} of {where}"
 
 
 def _peak_tokens_per_second(config: TrainConfig, devices: int) -> float | None:

@@ -1,6 +1,7 @@
 """What a run writes down of itself, and who is told."""
 
 import dataclasses
+import math
 import re
 import types
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from jgpt import ModelConfig, TrainConfig, fit
-from jgpt.data.batches import evaluation_windows
+from jgpt.data.batches import batches, evaluation_windows
 from jgpt.data.dataset import load_dataset
+from jgpt.data.mixture import Share
 from jgpt.fitting import fit as fit_module
 from jgpt.fitting.metrics import MetricsLogger
 from jgpt.hardware import peak_flops
@@ -155,6 +157,31 @@ def test_every_number_by_hand(clock, tmp_path):
     logger.add(7, 1, metrics_of(2.0))
     logger.finish()
     assert RunDirectory(tmp_path).metrics() == [*lines, step(8, 2.0, 280, 31.0, 12345)]
+
+
+def message_of_nan(config, path, **options) -> str:
+    """What is said of a second step whose loss is not a number."""
+    logger = MetricsLogger(config, RunDirectory(path), [], **options)
+    with pytest.raises(FloatingPointError) as stopped:
+        logger.add(0, 2, metrics_of(4.0, math.nan))
+    return str(stopped.value)
+
+
+def test_the_windows_of_a_step_that_is_not_finite_are_those_that_it_took(clock, tmp_path):
+    """Also of a mixture, whose windows are drawn in another way, and of batches of one's own."""
+    config = TrainConfig(model=MODEL, batch_size=5, steps_per_call=3)
+    shares = (Share("a", 600, 0.3), Share("b", 400, 0.7))
+    tokens = np.arange(1000)
+    own = dataclasses.replace(config, batches=lambda dataset, seed, step: None)
+
+    for options in ({}, {"shares": shares}):
+        windows = batches(tokens, config.seed, 1, 1, 5, 7, **options)
+        starts = ", ".join(map(str, windows[0, :, 0].tolist()))
+        said = message_of_nan(config, tmp_path, training_tokens=1000, **options)
+        assert f"the batch's windows start at tokens {starts} of the training text" in said
+    said = message_of_nan(own, tmp_path, training_tokens=1000)
+    assert "the batch is what batches returns for step 1)" in said
+    assert "tokens" not in said
 
 
 def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path):
