@@ -26,6 +26,7 @@ import numpy as np
 import runner
 import safetensors.numpy
 import tyro
+from flax import nnx
 
 import jgpt
 from jgpt.data.corpus import read_text
@@ -239,6 +240,8 @@ def main(
     )
     print(f"{len(text):,} characters, {len(dataset.train):,} tokens to train on", flush=True)
     model = dataclasses.replace(CONFIG.model, vocab_size=tokenizer.vocab_size)
+    # Seven minutes before it is trained, so that a config that has no such format fails now.
+    export(jgpt.GPT(model, rngs=nnx.Rngs(0)), tokenizer, work / "model")
     config = dataclasses.replace(CONFIG, model=model, steps=steps, out=str(work / "run"))
     run = jgpt.fit(config, dataset=dataset, resume=True)
     save(run.model, tokenizer, work / "model", out)
@@ -259,10 +262,15 @@ def main(
     print(runner.write("docstrings", record))
 
 
+def export(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder in place of an earlier one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    jgpt.save_hf(model, folder, tokenizer=tokenizer)
+
+
 def save(model: Any, tokenizer: Any, work: Path, out: Path) -> None:
     """Save a Hugging Face folder with weights in 16 bits."""
-    shutil.rmtree(work, ignore_errors=True)
-    jgpt.save_hf(model, work, tokenizer=tokenizer)
+    export(model, tokenizer, work)
     halves = {name: array.astype(np.float16) for name, array in weights_of(work).items()}
     safetensors.numpy.save_file(halves, work / HF_WEIGHTS, metadata={"format": "pt"})
     out.mkdir(exist_ok=True)
