@@ -226,10 +226,12 @@ def _name_of_object(instance: Any) -> str:
     return kind.__qualname__
 
 
-def imported_beside(path: Path) -> dict[Path, str]:
+def imported_beside(path: Path, *, with_namesakes: bool = False) -> dict[Path, str]:
     """Return the files in a Python file's folder that it imports, directly or through others.
 
     Each has its SHA-256. They are found in the source, since a module doesn't list its imports.
+    A file is left out if this process has imported another module of its name, such as a package,
+    unless `with_namesakes`.
     """
     found: dict[Path, str] = {}
     unread = [path]
@@ -245,13 +247,13 @@ def imported_beside(path: Path) -> dict[Path, str]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):  # a file that can't be run is imported all the same
             continue
-        for imported in _imports(tree, file, path.parent):
+        for imported in _imports(tree, file, path.parent, with_namesakes):
             if imported != path and imported not in found:
                 unread.append(imported)
     return found
 
 
-def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
+def _imports(tree: ast.Module, file: Path, folder: Path, with_namesakes: bool) -> Iterator[Path]:
     """Yield the files below a folder that a file's import statements name."""
     for node in ast.walk(tree):
         base = folder
@@ -267,7 +269,7 @@ def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
             continue
         for name in names:
             parts = name.split(".")
-            if base == folder and _is_elsewhere(parts[0], folder):
+            if base == folder and not with_namesakes and _is_elsewhere(parts[0], folder):
                 continue
             for count in range(1, len(parts) + 1):
                 place = base.joinpath(*parts[:count])

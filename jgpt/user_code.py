@@ -23,6 +23,7 @@ class CustomCodeError(ValueError):
 
 
 _loaded: list[Path] = []  # the files that `load_code` has run
+_beside: dict[Path, str] = {}  # the files in their folders that they imported, with their SHA-256
 
 
 def load_code(named: str) -> Any:
@@ -35,10 +36,15 @@ def load_code(named: str) -> Any:
     if not file.endswith(".py"):
         raise ValueError(f"{named!r} must be a file and a name in it, as in my_gpt.py:GPT")
     path = Path(file).resolve()
-    # A changed file is a different module, and so is a file with the same name in another folder.
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    _require_own_modules(path)
+    beside = imported_beside(path)
+    # A changed file is a different module, and so is one that imports a changed file, or one with
+    # the same name in another folder.
+    contents = [str(path), hashlib.sha256(path.read_bytes()).hexdigest(), *sorted(beside.values())]
+    digest = hashlib.sha256(" ".join(contents).encode()).hexdigest()
     unique = f"{path.stem}_{digest[:12]}"
     if unique not in sys.modules:
+        _forget_changed(path.parent, beside)
         _load(path, unique)
     module = sys.modules[unique]
     found = getattr(module, name, None)
@@ -69,6 +75,47 @@ def _load(path: Path, unique: str) -> None:
         raise CustomCodeError(described or f"{_shown(path)} can't be loaded: {error}") from error
     finally:
         sys.path.remove(str(path.parent))
+        _beside.update(imported_beside(path))
+
+
+def _require_own_modules(path: Path) -> None:
+    """Raise ValueError if a file would get a module of another folder for the one beside it.
+
+    Python has one module of a name. A file that imports `layers` would get the `layers` that a file
+    in another folder has imported before.
+    """
+    own = imported_beside(path)
+    for file in imported_beside(path, with_namesakes=True):
+        if file in own:
+            continue
+        name = file.relative_to(path.parent).parts[0].removesuffix(".py")
+        other = _file_of(sys.modules.get(name))
+        if other in _beside:
+            raise ValueError(
+                f"{_shown(path)} imports {name}, but this process has imported {_shown(other)} "
+                "under that name: rename one of the two, or use a process for each"
+            )
+
+
+def _forget_changed(folder: Path, beside: dict[Path, str]) -> None:
+    """Forget the modules of a folder if one of them has changed, so that they are imported anew.
+
+    All of them, since an unchanged one may have taken something from the changed one.
+    """
+    if all(_beside.get(file, digest) == digest for file, digest in beside.items()):
+        return
+    for name, module in list(sys.modules.items()):
+        file = _file_of(module)
+        if file in _beside and file.is_relative_to(folder):
+            del sys.modules[name]
+
+
+def _file_of(module: Any) -> Path | None:
+    """Return the file of a module, if it has one."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    return Path(file).resolve()
 
 
 def describe_error(error: BaseException) -> str | None:

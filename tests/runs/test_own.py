@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -678,6 +679,8 @@ def test_info_is_of_the_custom_model(tmp_path):
 def code_of_four_files(tmp_path, monkeypatch):
     """An optimizer in `mine.py`, which imports three files, and one that nothing imports."""
     monkeypatch.chdir(tmp_path)
+    for name in ("layers", "layers.norm", "sizes"):  # of another test
+        monkeypatch.delitem(sys.modules, name, raising=False)
     files = {
         "sizes.py": "WIDTH = 3\n",
         "layers/__init__.py": "from .norm import scale\n",
@@ -731,6 +734,52 @@ def test_code_of_a_run_from_before_the_record_of_files_is_compared_without_them(
     Path("sizes.py").write_text("WIDTH = 4\n")
     assert saved.optimizer.make == record
     assert changed_code(saved, begun) == []
+
+
+def folder_with(folder: Path, main: str, helpers: str) -> str:
+    """Write a file and what it imports; return the file's FILE.py:NAME."""
+    folder.mkdir(exist_ok=True)
+    (folder / "main.py").write_text(main)
+    (folder / "nearby_sizes.py").write_text(helpers)
+    return f"{folder / 'main.py'}:make"
+
+
+@pytest.fixture
+def nothing_imported(monkeypatch):
+    """A process that has imported no module of the name that the files below import."""
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "nearby_sizes", raising=False)
+
+
+IMPORTS = "from nearby_sizes import width\n\n\ndef make():\n    return width\n"
+
+
+@pytest.mark.usefixtures("nothing_imported")
+def test_a_changed_file_beside_custom_code_is_imported_anew(tmp_path):
+    """What runs is what the run's record is of, also in a notebook that stays open."""
+    named = folder_with(tmp_path / "one", IMPORTS, "width = 3\n")
+    assert load_code(named)() == 3
+    assert load_code(named) is load_code(named)
+
+    folder_with(tmp_path / "one", IMPORTS, "width = 45\n")
+    assert load_code(named)() == 45
+
+
+@pytest.mark.usefixtures("nothing_imported")
+def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path):
+    """Of two equal files, each imports the one beside it, and Python has one module of a name."""
+    first = folder_with(tmp_path / "one", IMPORTS, "width = 3\n")
+    second = folder_with(tmp_path / "two", IMPORTS, "width = 4\n")
+    alone = folder_with(tmp_path / "three", "def make():\n    return 5\n", "width = 6\n")
+
+    assert load_code(first)() == 3
+    with pytest.raises(
+        ValueError, match=r"main\.py imports nearby_sizes, but this process has"
+    ) as e:
+        load_code(second)
+    assert str(tmp_path / "one" / "nearby_sizes.py") in str(e.value)
+    assert load_code(alone)() == 5
+    assert load_code(first)() == 3
 
 
 def test_processes_with_other_code_are_rejected(config, monkeypatch):
