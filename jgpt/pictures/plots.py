@@ -23,6 +23,7 @@ from jgpt.nn.models import LanguageModel
 from jgpt.pictures.numbers import encode_text
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
+from jgpt.training.statistics import is_statistic
 from jgpt.words import did_you_mean
 
 INCHES_PER_TOKEN = 0.16
@@ -130,18 +131,22 @@ def _group_image(
     (panels,) = figure.subplots(1, len(runs), sharey=True, squeeze=False)
     colours = colormaps["viridis"](np.linspace(0, 0.95, len(names)))
     lines: dict[str, Artist] = {}
+    smallest = math.inf
     for run, axes in zip(runs, panels, strict=True):
         metrics = run.metrics()
         steps = np.array(_steps_of(metrics))
         for name, colour in zip(names, colours, strict=True):
             rows, values = _values_of(metrics, name)
+            smallest = min([smallest, *values])
             # The legend has a line for each name, whichever run it is of.
             (lines[name],) = axes.plot(steps[rows], values, color=colour, linewidth=1)
         (title,), families = drawable([run.path.resolve().name], "sans-serif")
         axes.set_title(title, parse_math=False, fontfamily=families)
         _name_axis(axes, "step")
-    # Norms and ratios of parts differ by powers of ten.
-    panels[0].set_yscale("log", nonpositive="mask")
+    # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
+    # an objective may be negative, for which a logarithmic axis has no place.
+    if is_statistic(metric) or smallest > 0:
+        panels[0].set_yscale("log", nonpositive="mask")
     panels[0].set(ylabel=metric)
     labels = [name.removeprefix(f"{metric}/") for name in names]
     columns = math.ceil(len(labels) / LABELS_PER_COLUMN)

@@ -218,6 +218,24 @@ def test_a_group_of_metrics_has_a_panel_for_each_run_and_a_line_for_each_part(fi
         metric_image(runs[:1], "norm", "png")
 
 
+@pytest.mark.parametrize(
+    ("group", "values", "scale"),
+    [
+        ("terms", (0.5, -2.0), "linear"),  # an objective's, of which a half would be missing
+        ("terms", (0.5, 2.0), "log"),
+        ("update_ratios", (0.5, 0.0), "log"),  # of a frozen part
+    ],
+)
+def test_a_group_with_negative_values_is_drawn_whole(figures, tmp_path, group, values, scale):
+    metrics = [{"step": 1, f"{group}/a": values[0], f"{group}/b": values[1]}]
+
+    metric_image([run_with(tmp_path / "run", metrics)], group, "png")
+
+    (axes,) = figures[0].axes
+    assert axes.get_yscale() == scale
+    assert lines_of(axes) == [([1], [values[0]], "line"), ([1], [values[1]], "line")]
+
+
 def test_a_directory_s_name_is_no_formula(tmp_path):
     run = run_with(tmp_path / r"$\run$", METRICS)
 
