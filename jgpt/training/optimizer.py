@@ -190,7 +190,52 @@ def _trained_alone(
 
         return jax.tree_util.tree_map_with_path(label, weights)
 
-    return optax.partition(transforms, labels)
+    def trained_alone(tree: Any) -> Any:
+        """Mask the leaves of frozen parameters, as optax does in what the optimizer sees."""
+
+        def masked(label: str, leaf: Any) -> Any:
+            if label == "trained":
+                return leaf
+            return optax.MaskedNode()
+
+        return jax.tree.map(masked, labels(tree), tree)
+
+    partitioned = optax.partition(transforms, labels)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        # optax masks the updates and the parameters, but no other arguments.
+        if "grad" in extra:
+            extra["grad"] = trained_alone(extra["grad"])
+        for name in ("value_fn", "obj_fn"):
+            if name in extra:
+                extra[name] = _function_of_trained(extra[name], params)
+        return partitioned.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(partitioned.init, update)
+
+
+def _function_of_trained(function: Any, params: Any) -> Any:
+    """Return a function of the trained parameters alone; the others are those of `params`."""
+
+    def value_fn(trained: Any, obj_fn: Any = None) -> Any:
+        return function(_with_masked_from(trained, params))
+
+    return value_fn
+
+
+def _with_masked_from(tree: Any, other: Any) -> Any:
+    """Return a tree with the leaves of another one where it is masked."""
+
+    def chosen(leaf: Any, other_leaf: Any) -> Any:
+        if _is_masked(leaf):
+            return other_leaf
+        return leaf
+
+    return jax.tree.map(chosen, tree, other, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -414,10 +459,23 @@ def evaluate_schedule_free(
             return optimizer.update(updates, state, params, **extra)
         updates, inner = optimizer.update(updates, state.optimizer, state.trained, **extra)
         trained = optax.apply_updates(state.trained, updates)
-        evaluated = optax.contrib.schedule_free_eval_params(_schedule_free_state(inner), trained)
+        evaluated = _evaluated_weights(_schedule_free_state(inner), trained)
         return jax.tree.map(jnp.subtract, evaluated, params), ScheduleFree(trained, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _evaluated_weights(state: Any, trained: Any) -> Any:
+    """Return x for y. Frozen parameters, of which the state has no z, are the same in both."""
+
+    def masked_as_state(z: Any, y: Any) -> Any:
+        if _is_masked(z):
+            return z
+        return y
+
+    y = jax.tree.map(masked_as_state, state.z, trained, is_leaf=_is_masked)
+    x = optax.contrib.schedule_free_eval_params(state, y)
+    return _with_masked_from(x, trained)
 
 
 def _schedule_free_state(state: Any) -> Any:

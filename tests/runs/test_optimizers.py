@@ -172,6 +172,42 @@ def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
     assert abs(x["a"] - y["a"]).max() > 1e-3
 
 
+def trained_as(make: Any, weights: Any, value_of: Any, **options: Any) -> Any:
+    """The weights that an optimizer evaluates after three steps."""
+    config = jgpt.OptimizerConfig(make=make, gradient_clip=0, learning_rate=0.1, **options)
+    optimizer = make_optimizer(config, 9)
+    state = optimizer.init(weights)
+    for _ in range(3):
+        at = trained_weights(weights, state)
+        value, gradients = jax.value_and_grad(value_of)(at)
+        extra: Any = {"value": value, "grad": gradients, "value_fn": value_of, "obj_fn": value_of}
+        updates, state = optimizer.update(gradients, state, weights, **extra)
+        weights = optax.apply_updates(weights, updates)
+    return weights
+
+
+@pytest.mark.parametrize("name", ["plateau", "lbfgs", "sophia", "schedule_free"])
+def test_beside_frozen_parameters_the_others_are_trained_as_if_alone(name):
+    """Also by what an optimizer gets beside the gradients."""
+    frozen = jnp.array([1.0, -2.0, 3.0])
+    moving = jnp.array([0.5, 0.25, -0.75])
+
+    def value_of(weights, obj_fn=None):
+        return jnp.square(weights["a"] * weights["b"] - 1).sum()
+
+    def value_of_alone(weights, obj_fn=None):
+        return value_of({"a": frozen, "b": weights["b"]})
+
+    both = trained_as(MAKES[name], {"a": frozen, "b": moving}, value_of, trainable=("b",))
+    alone = trained_as(MAKES[name], {"b": moving}, value_of_alone)
+    all_trained = trained_as(MAKES[name], {"a": frozen, "b": moving}, value_of)
+
+    np.testing.assert_array_equal(both["a"], frozen)
+    np.testing.assert_allclose(both["b"], alone["b"], rtol=1e-6)
+    assert abs(both["b"] - moving).max() > 1e-3
+    assert abs(all_trained["a"] - frozen).max() > 1e-3
+
+
 def test_a_schedule_free_optimizer_is_not_averaged_twice():
     weights: Any = {"a": jnp.array([1.0, -2.0, 3.0])}
     config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, ema_decay=0.9)
