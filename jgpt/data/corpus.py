@@ -174,7 +174,9 @@ def text_chunks(
         while len(pending) >= enough:
             end = last_split_point(pending)
             if end == 0 and enough < longest_word:
-                enough += chunk_size  # the word may end in the next block
+                # The word may end in a later block. Twice as many, since each look is at all of
+                # them: a book of paragraphs that are indented has no place to split it.
+                enough = min(2 * enough, longest_word)
                 continue
             if end == 0:
                 end = enough

@@ -220,6 +220,25 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(text).tolist()
 
 
+def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkeypatch):
+    """As a book of paragraphs that are indented. With one block more at each look, a text of 20 MB
+    took minutes."""
+    text = "\n\u3000\u3000\u5929\u5730" * 4000
+    seen = []
+
+    def look(pending):
+        seen.append(len(pending))
+        return 0
+
+    monkeypatch.setattr(corpus, "last_split_point", look)
+    path = write(tmp_path, "book.txt", text)
+
+    chunks = list(text_chunks([path], 100, longest_word=1 << 20))
+
+    assert "".join(chunks) == text
+    assert len(text) / 2 < sum(seen) < 3 * len(text)
+
+
 @pytest.mark.parametrize(
     ("text", "size", "chunks"),
     [
