@@ -287,6 +287,11 @@ def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
     return weights
 
 
+def text_sources(sources: Sequence[str]) -> tuple[str, ...]:
+    """Return the sources without the weights of a mixture, if they have any."""
+    return tuple(_weights_of(sources) or sources)
+
+
 def _load_mixture(
     config: DataConfig,
     weights: dict[str, float],
@@ -300,13 +305,16 @@ def _load_mixture(
     is_text = not any(_has_tokens(Path(source), is_text=False) for source in sources)
     if tokenizer is None and is_text:
         # A vocabulary of all texts, as if they were one.
-        options = _read_options(config, None)
-        tokenizer = _make_tokenizer(config, lambda: text_chunks(sources, **options))
+        tokenizer = _make_tokenizer(config, lambda: _chunks_of(config, sources, progress))
     splits: list[tuple[Any, Any, Any]] = []
     shares = []
-    for source in sources:
+    for index, source in enumerate(sources):
         part = replace(config, data=(source,))
-        loaded = _load(part, tokenizer, None, warn, progress)
+
+        def part_progress(fraction: float, before: int = index) -> None:
+            progress((before + fraction) / len(sources))
+
+        loaded = _load(part, tokenizer, None, warn, part_progress)
         tokenizer = loaded.tokenizer
         split = _split(part, loaded)
         training_tokens = len(split[0])
@@ -332,6 +340,15 @@ def _load_mixture(
     digest.update(json.dumps(tokens_and_weights).encode())
     text = KnownText(digest.hexdigest(), None, corpus_versions(sources))
     return Dataset(train, validation, test, tokenizer, text, tuple(shares))
+
+
+def _chunks_of(
+    config: DataConfig, sources: Sequence[str], progress: Callable[[float], None]
+) -> Iterator[str]:
+    """Yield the texts of a mixture for its vocabulary, of which nothing is tokenized yet."""
+    for chunk in text_chunks(sources, **_read_options(config, None)):
+        progress(0.0)  # lets the caller stop
+        yield chunk
 
 
 def _require_a_block(name: str, split: Any, block_size: int) -> None:

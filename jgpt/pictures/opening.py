@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import has_shakespeare
-from jgpt.data.dataset import load_dataset
+from jgpt.data.dataset import load_dataset, text_sources
 from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
 from jgpt.pictures.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
@@ -25,12 +25,13 @@ def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenize
     """
     if isinstance(tokenizer, NumberTokenizer):
         return None
-    if not all(_is_small_and_here(source) for source in config.dataset.data):
-        return None
     known = known_text(RunDirectory.open(directory).provenance())
     if known is None:
         return None
     try:
+        sources = text_sources(config.dataset.data)
+        if not all(_is_small_and_here(source) for source in sources):
+            return None
         dataset = load_dataset(
             config.dataset, config.model.block_size, tokenizer=tokenizer, known=known
         )

@@ -17,6 +17,7 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
+from jgpt.cli.terminal import open_console, spinner
 from jgpt.durable import write_file
 from jgpt.words import format_bytes
 
@@ -68,14 +69,16 @@ def look(
         from jgpt.pictures.page import make_page
 
         loaded, used_tokenizer, config = opened
-        if len(which) == 2:
-            pair["other"] = _other_model(run, which[1], model, tokenizer)
-            pair["names"] = tuple(f"step {step}" for step in which)
-            what = f"the models of steps {which[0]} and {which[1]} are in it"
-        if prompt is None:
-            prompt = opening_text(run, config, used_tokenizer)
-            max_new_tokens = 0
-        page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens, **pair)
+        # A model near the limit of a page takes half a minute.
+        with spinner(open_console(stderr=True), "making the page"):
+            if len(which) == 2:
+                pair["other"] = _other_model(run, which[1], model, tokenizer)
+                pair["names"] = tuple(f"step {step}" for step in which)
+                what = f"the models of steps {which[0]} and {which[1]} are in it"
+            if prompt is None:
+                prompt = opening_text(run, config, used_tokenizer)
+                max_new_tokens = 0
+            page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens, **pair)
     write_file(path, page.html)
     if page.reason is not None:
         return [f"wrote {out}, the page of this text alone: {page.reason}"]
