@@ -22,7 +22,7 @@ from jgpt.cli.report import (
     describe_optimizer_groups,
     describe_run,
 )
-from jgpt.cli.terminal import say, spinner
+from jgpt.cli.terminal import SECONDS_PER_LINE, say, spinner
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.fitting.progress import Progress as TrainingProgress
@@ -32,7 +32,6 @@ from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.state import TrainState
 from jgpt.words import counted
 
-SECONDS_PER_LINE = 20  # where the output is no terminal, such as the log of a job
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
 BAR_WIDTH = 40
 EVALUATE = "evaluate"
@@ -103,6 +102,7 @@ class ConsoleProgress(TrainingProgress):
         if 0 < fraction < 1:
             doing = f"tokenizing the text: {fraction:.0%}"
         self.spinner.update(doing)
+        self._say_now_and_then(doing)
 
     def planned(self, evaluations: EvaluationPlan) -> None:
         """Keep what is said after a loss."""
@@ -149,9 +149,7 @@ class ConsoleProgress(TrainingProgress):
         self.spinner.stop()  # a console shows either the spinner or the bar
         self._move_bar(step)
         self.bar.start()
-        waited = self.console.get_time() - self.last_line
-        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
-            self.say(f"step {step}: {self.details}")
+        self._say_now_and_then(f"step {step}: {self.details}")
 
     def evaluating(self, done: int, targets: int) -> None:
         """Show a bar of its own; without one, print a line now and then."""
@@ -162,9 +160,7 @@ class ConsoleProgress(TrainingProgress):
             self.evaluation = self.bar.add_task(EVALUATE, total=targets, details="")
             self.bar.start()
         self.bar.update(self.evaluation, completed=done, total=targets)
-        waited = self.console.get_time() - self.last_line
-        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
-            self.say(f"evaluation: {done:,} of {targets:,} tokens")
+        self._say_now_and_then(f"evaluation: {done:,} of {targets:,} tokens")
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
@@ -229,6 +225,12 @@ class ConsoleProgress(TrainingProgress):
             self.reader_left = True
             self.console.quiet = True
         self.last_line = self.console.get_time()
+
+    def _say_now_and_then(self, line: str) -> None:
+        """Print a line where there is no bar, unless another one was printed a moment ago."""
+        waited = self.console.get_time() - self.last_line
+        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
+            self.say(line)
 
     def _move_bar(self, step: int) -> None:
         if self.steps is not None:

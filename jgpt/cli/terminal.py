@@ -18,6 +18,8 @@ CONTROLS[0x7F] = 0x2421
 CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 """Control characters and what is shown instead: ESC could change a terminal, or answer for it."""
 
+SECONDS_PER_LINE = 20  # where the output is no terminal, such as the log of a job
+
 
 class Terminal(io.TextIOWrapper):
     """A stream to a terminal without control characters. The terminal may be closed."""

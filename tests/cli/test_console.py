@@ -307,6 +307,23 @@ def test_a_bar_moves_twice_a_second_however_slow_a_step_is():
     assert ConsoleProgress(Console(file=io.StringIO()), "").most_steps is None
 
 
+def test_without_a_terminal_a_long_text_has_lines_too():
+    """Byte-pairs of 60 MB take a minute, in which nothing was printed."""
+    file = io.StringIO()
+    seconds = [0.0]
+    console = Console(file=file, width=80, get_time=lambda: seconds[0], _environ={})
+    progress = ConsoleProgress(console, "reading the data")
+    for fraction in (0.0, 0.0, 0.1, 0.6, 0.7, 1.0):
+        seconds[0] += 15.0
+        progress.tokenized(fraction)
+
+    assert [line for line in file.getvalue().splitlines() if line] == [
+        "reading the data",
+        "tokenizing the text: 60%",
+        "reading the data",
+    ]
+
+
 def test_without_a_terminal_there_is_a_line_every_twenty_seconds():
     file = io.StringIO()
     seconds = [100.0]

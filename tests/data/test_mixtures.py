@@ -68,6 +68,30 @@ def test_a_mixture_has_the_splits_of_each_text_and_one_vocabulary(texts):
     assert dataset.shares == (Share(a, 84, 3.0), Share(b, 42, 0.5))
 
 
+class Stopped(Exception):
+    pass
+
+
+def test_a_stop_is_possible_while_texts_are_learned_from_and_encoded(texts, monkeypatch):
+    """The pass for the vocabulary, which takes a minute for byte-pairs, heard nothing."""
+    a, b = texts
+    config = DataConfig((f"{a}=3", f"{b}=1"))
+    fractions = []
+    load_dataset(config, 5, progress=fractions.append)
+
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0
+    assert fractions[-1] == 1
+    assert 0.5 in fractions
+
+    def stop(fraction):
+        raise Stopped
+
+    monkeypatch.setattr("jgpt.data.dataset._load", None)  # after the vocabulary
+    with pytest.raises(Stopped):
+        load_dataset(config, 5, progress=stop)
+
+
 def test_other_weights_are_another_text(texts):
     a, b = texts
     config = DataConfig((f"{a}=3", f"{b}=1"))

@@ -9,7 +9,7 @@ from jgpt.cli.options import (
     OptionSpec,
     in_options,
 )
-from jgpt.cli.terminal import open_console, say
+from jgpt.cli.terminal import SECONDS_PER_LINE, open_console, say
 from jgpt.config import (
     DataConfig,
     TokenizerName,
@@ -66,9 +66,14 @@ def prepare(
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)
+        last_line = console.get_time()
 
         def progress(fraction: float) -> None:
+            nonlocal last_line
             bar.update(task, completed=fraction)
+            if not console.is_terminal and console.get_time() - last_line > SECONDS_PER_LINE:
+                say(console, f"preparing: {fraction:.0%}")
+                last_line = console.get_time()
 
         tokens = dataset.prepare(config, Path(out), warn=warn, progress=progress)
     return [f"{tokens:,} tokens in {out}; next: {shell_command('train', '--data', out)}"]
