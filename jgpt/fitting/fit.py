@@ -249,6 +249,7 @@ def _opened(prepared: PreparedRun, progress: Progress) -> Iterator[OpenRun]:
             run,
             [trackers.log],
             training_tokens=len(prepared.dataset.train),
+            shares=prepared.dataset.shares,
             devices=max(current_mesh().size, 1),
             report=progress.stepped,
         )
@@ -449,11 +450,14 @@ def _check_objective(prepared: PreparedRun, state: TrainState, made: OwnBatches 
 def _sample_or_warn(
     model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
 ) -> str:
-    """Return a sample; if a custom model trains but can't be sampled, warn instead of raising."""
+    """Return a sample; if custom code trains but can't be sampled from, warn instead of raising.
+
+    A tokenizer may have a larger vocab_size than it can decode, as one that is padded.
+    """
     try:
         return _sample(model, tokenizer, config.sample_tokens, config.seed)
     except Exception as error:
-        if config.model.make is None:
+        if config.model.make is None and config.dataset.make is None:
             raise
         reason = describe_error(error)
         if not reason:

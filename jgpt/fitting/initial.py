@@ -47,10 +47,14 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
     if isinstance(initial, (str, Path)):
         source = str(initial)
         if RunDirectory.exists(Path(initial)):
-            code = None
-            if RunDirectory.open(initial).config().model.make is not None:
-                code = config.model.make
-            model, tokenizer, _ = load(initial, model=code)
+            saved = RunDirectory.open(initial).config()
+            model_code = None
+            if saved.model.make is not None:
+                model_code = config.model.make
+            tokenizer_code = None
+            if saved.dataset.make is not None:
+                tokenizer_code = config.dataset.make
+            model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
     # On the host, since restored arrays are committed to a device, and a mesh has others.

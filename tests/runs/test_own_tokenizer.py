@@ -15,6 +15,7 @@ from jgpt.runs.load import load
 from jgpt.user_code import load_code
 from tests.commands import jgpt as command
 from tests.commands import worked
+from tests.runs.harness import Heard
 
 MOVES = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6"]
 GAMES = "\n".join(" ".join(MOVES[:count]) for count in (6, 4, 5, 6, 3) * 9)
@@ -135,6 +136,34 @@ def test_an_object_is_a_tokenizer_and_a_stopped_run_ends_as_an_uninterrupted_one
         load(whole.directory)
     with pytest.raises(ValueError, match="has a vocab_size of 4, but that of the run has 3"):
         load(whole.directory, tokenizer=Letters(vocab_size=4))
+
+
+@pytest.mark.slow
+def test_a_token_that_cannot_be_decoded_costs_the_sample_and_not_the_run(folder):
+    """As of a vocabulary that is padded to a round number. Most sampled tokens are such tokens."""
+    (folder / "games.txt").write_text("abba\n" * 60)
+    said = Heard()
+
+    run = jgpt.fit(config_in(folder), tokenizer=Letters(vocab_size=64), progress=said)
+
+    assert run.sample == ""
+    assert run.best_step in (3, 6)
+    (line,) = [line for line in said.messages if line.startswith("no sample: ")]
+    assert "can't decode" in line
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(folder):
+    (folder / "games.txt").write_text("abba\n" * 60)
+    first = jgpt.fit(config_in(folder), tokenizer=Letters(), progress=None)
+    second = config_in(folder, out=str(folder / "second"))
+
+    run = jgpt.fit(second, tokenizer=Letters(), initial=first.directory, progress=None)
+
+    assert set(run.sample) <= set("ab\n")
+    assert run.metrics["loss"][0] != first.metrics["loss"][0]
+    with pytest.raises(ValueError, match="which a run never loads by itself: give tokenizer="):
+        jgpt.fit(config_in(folder, out="third"), initial=first.directory, progress=None)
 
 
 @pytest.mark.parametrize(
