@@ -221,8 +221,8 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
 
 
 def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkeypatch):
-    """As a book of paragraphs that are indented. With one block more at each look, a text of 20 MB
-    took minutes."""
+    """As a book whose paragraphs are all indented. With one block more at each look, 5 MB of
+    newlines took 4.7 s instead of 1.0 s, and the time grew with the square of the size."""
     text = "\n\u3000\u3000\u5929\u5730" * 4000
     seen = []
 
