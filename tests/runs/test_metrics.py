@@ -5,6 +5,7 @@ import math
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,7 @@ def test_the_windows_of_a_step_that_is_not_finite_are_those_that_it_took(clock, 
     tokens = np.arange(1000)
     own = dataclasses.replace(config, batches=lambda dataset, seed, step: None)
 
+    options: dict[str, Any]
     for options in ({}, {"shares": shares}):
         windows = batches(tokens, config.seed, 1, 1, 5, 7, **options)
         starts = ", ".join(map(str, windows[0, :, 0].tolist()))
