@@ -3,8 +3,10 @@
 python -m tests.browser look.html picture.png 1280 dark
 """
 
+import atexit
 import base64
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -171,6 +173,17 @@ def browser() -> Iterator[Page]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@functools.cache
+def shared_browser() -> Page:
+    """The browser of all tests in this process, with whose end it ends.
+
+    To start one takes as long as a test of a small page.
+    """
+    started = contextlib.ExitStack()
+    atexit.register(started.close)
+    return started.enter_context(browser())
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not under -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    gc.disable()  # while tests are imported: to look for garbage takes a third of that time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,6 +76,7 @@ def pytest_collection_finish() -> None:
     """Keep what imports have made out of the garbage collections of every run that is trained."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)

@@ -413,7 +413,7 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
         return patched(weights).sum()
 
     found = jax.jit(patched)(weights)
-    gradients = jax.grad(summed)(weights)
+    gradients = jax.jit(jax.grad(summed))(weights)
 
     np.testing.assert_allclose(found, model(other), rtol=1e-5, atol=1e-6)
     # what comes before the patch has no gradient, and what comes after it has one

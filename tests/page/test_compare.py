@@ -68,6 +68,26 @@ def assert_records(found: list[dict[str, Any]], *changes: Changes) -> None:
 
 
 @needs_chromium
+def test_both_models_compute_as_in_jax_what_is_typed(tmp_path):
+    """Models without blocks, whose programs are soon made."""
+    one = look_of("one's own")
+    other_model = loud(nnx.clone(one.model), size=0.5, seed=6)
+    other = Look(other_model, TOKENIZER, one.name, like=one)
+    html = jgpt.look(one.model, TOKENIZER, FIRST, other=other_model, names=NAMES).html
+    with opened(tmp_path / "page.html", html) as page:
+        page.run(f"change({json.dumps({'prompt': TEXT})})")
+        first, second = json.loads(page.run(PAIR))
+        errors = page.errors
+
+    assert_same_record(first | {"name": one.name}, one(TOKENS, len(TOKENS)))
+    assert_same_record(second | {"name": one.name}, other(TOKENS, len(TOKENS)))
+    with pytest.raises(AssertionError):
+        assert_same_record(first | {"name": one.name}, other(TOKENS, len(TOKENS)))
+    assert errors == []
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_both_models_compute_as_in_jax_what_is_typed_and_changed(tmp_path):
     with opened(tmp_path / "page.html", html_of_both()) as page:
         apart = closeness(page)

@@ -12,7 +12,7 @@ import jgpt
 from jgpt.pictures.numbers import Changes
 from jgpt.pictures.page import Page as ShownPage
 from jgpt.pictures.page import look_page, make_page, model_page
-from tests.browser import CHROMIUM, Page, browser
+from tests.browser import CHROMIUM, Page, shared_browser
 from tests.page.test_page import STARTED, said
 from tests.page.test_program import TOKENIZER, look_of
 from tests.runs.test_look import cell_of, json_of, middle_of, unpacked
@@ -42,8 +42,7 @@ def path(look, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chromium():
-    with browser() as page:
-        yield page
+    return shared_browser()
 
 
 @pytest.fixture

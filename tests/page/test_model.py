@@ -201,7 +201,11 @@ def test_a_patch_takes_from_the_tokens_up_to_its_position():
 
 @needs_javascript
 @pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}]
+    "filters",
+    only(
+        [{"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}].__contains__,
+        [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}],
+    ),
 )
 def test_filters_leave_out_what_they_leave_out_in_python(filters):
     look = look_of("default preset")

@@ -19,7 +19,7 @@ from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.page import make_page, model_page
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.weights import pack_weights
-from tests.browser import CHROMIUM, Page, browser
+from tests.browser import CHROMIUM, Page, shared_browser
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
 from tests.quick import only
@@ -50,12 +50,15 @@ def default_page() -> str:
 
 @contextlib.contextmanager
 def opened(path: Any, html: str) -> Iterator[Page]:
-    """A browser with a page, once the page has computed its first text."""
+    """The browser with a page, once the page has computed its first text."""
     path.write_text(html)
-    with browser() as page:
-        page.open(path)
-        page.run(STARTED)
-        yield page
+    page = shared_browser()
+    page.open("about:blank")  # ends the page of the test before
+    page.errors.clear()
+    page.requests.clear()
+    page.open(path)
+    page.run(STARTED)
+    yield page
 
 
 def changed(page: Page, **state: Any) -> dict[str, Any]:

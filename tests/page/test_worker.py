@@ -10,7 +10,7 @@ import pytest
 from jgpt.generation.decoding import generate
 from jgpt.pictures.model import page_model
 from jgpt.pictures.weights import pack_json, pack_weights
-from tests.browser import CHROMIUM, browser
+from tests.browser import CHROMIUM, shared_browser
 from tests.javascript import INTERPRETER
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENS, look_of
@@ -53,9 +53,9 @@ def test_a_worker_computes_records_and_writes_on(tmp_path):
     path = tmp_path / "empty.html"
     path.write_text("<!doctype html><title>worker</title>")
 
-    with browser() as page:
-        page.open(path)
-        loaded, computed, failed, *written = page.run(script)
+    page = shared_browser()
+    page.open(path)
+    loaded, computed, failed, *written = page.run(script)
 
     assert loaded == {"id": 0, "done": True}
     assert_same_record(computed["done"], look(tokens, 2))
@@ -98,8 +98,8 @@ def test_a_worker_stops_writing_when_it_is_told(tmp_path):
     path = tmp_path / "empty.html"
     path.write_text("<!doctype html><title>worker</title>")
 
-    with browser() as page:
-        page.open(path)
-        written = page.run(script.replace("COUNT", str(count)))
+    page = shared_browser()
+    page.open(path)
+    written = page.run(script.replace("COUNT", str(count)))
 
     assert 1 <= written < count

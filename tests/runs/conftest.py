@@ -6,7 +6,7 @@ import pytest
 from jgpt import TrainConfig
 from jgpt.fitting import fit as fitting
 from jgpt.fitting import loop
-from tests.browser import browser
+from tests.browser import shared_browser
 
 LONG = 1e9
 
@@ -38,8 +38,7 @@ def fits_that_only_train(request, monkeypatch):
 @pytest.fixture(scope="module")
 def page():
     """A page in Chromium."""
-    with browser() as opened:
-        yield opened
+    return shared_browser()
 
 
 @pytest.fixture

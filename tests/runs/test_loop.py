@@ -294,24 +294,28 @@ class Observed(NamedTuple):
     events: list[Any]
     """Calls of steps with their number, and what comes before and after."""
     log: list[str]
-    tracked: list[dict[str, Any]]
     heard: Heard
 
 
-@pytest.fixture(scope="module")
-def observed(small_run, tmp_path_factory) -> Observed:
-    events = []
-    log = []
-    tracked = []
-    heard = Heard()
-    out = str(tmp_path_factory.mktemp("observed") / "run")
-    config = dataclasses.replace(small_run, out=out, seed=3, trackers=("wandb",))
+def opens_trackers(tracked: list[dict[str, Any]]) -> Any:
+    """In place of `require_tracker`: trackers that append what they are given, at the end {}."""
 
     def open_tracker(path, step, config, new):
         return types.SimpleNamespace(
             log=lambda values, step: tracked.append({"step": step, **values}),
             close=lambda: tracked.append({}),
         )
+
+    return lambda name: open_tracker
+
+
+@pytest.fixture(scope="module")
+def observed(small_run, tmp_path_factory) -> Observed:
+    events = []
+    log = []
+    heard = Heard()
+    out = str(tmp_path_factory.mktemp("observed") / "run")
+    config = dataclasses.replace(small_run, out=out, seed=3)
 
     def number_of_steps(state, windows, key, count, *others):
         return "steps", count
@@ -332,12 +336,10 @@ def observed(small_run, tmp_path_factory) -> Observed:
         patched.setattr(fit_module, "generate", generated)
         patched.setattr(loop, "release_memory", released)
         patched.setattr(plots, "losses_image", drawn)
-        patched.setattr(prepare_module, "require_tracker", lambda name: open_tracker)
-        patched.setattr(trackers, "require_tracker", lambda name: open_tracker)
         logging.getLogger().addHandler(handler)
         run = fit(config, progress=heard)
         logging.getLogger().removeHandler(handler)
-    return Observed(run, events, log, tracked, heard)
+    return Observed(run, events, log, heard)
 
 
 @pytest.mark.slow
@@ -364,10 +366,17 @@ def test_a_run_compiles_each_function_once(observed):
     assert observed.heard.messages == []
 
 
-def test_trackers_are_given_every_line_and_closed(observed):
-    lines = lines_of(observed.run.directory)
+def test_trackers_are_given_every_line_and_closed(small_run, out, monkeypatch):
+    tracked: list[dict[str, Any]] = []
+    for module in (prepare_module, trackers):
+        monkeypatch.setattr(module, "require_tracker", opens_trackers(tracked))
+    config = with_changes(small_run, **BIGRAM, out=str(out), trackers=("wandb",))
 
-    assert observed.tracked == [*lines, {}]
+    run = fit(config)
+
+    lines = lines_of(run.directory)
+    assert len(lines) > 11
+    assert tracked == [*lines, {}]
 
 
 LATE = """

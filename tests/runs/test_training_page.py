@@ -79,11 +79,24 @@ def save(run: RunDirectory, model: Any, step: int, **loss: Any) -> None:
         checkpoints.save(state, loss.pop("validation_loss", None), **loss)
 
 
-@pytest.fixture
-def writer(run):
-    writer = TrainingPage(run, PROMPT)
+@pytest.fixture(scope="module")
+def prepared(made):
+    """A writer that has made its programs, which takes seconds, and written nothing."""
+    writer = TrainingPage(made, PROMPT)
     writer.prepare()
     return writer
+
+
+def with_programs_of(prepared: TrainingPage, writer: TrainingPage) -> TrainingPage:
+    """A writer as `prepare` leaves it, of a run of the same model."""
+    writer._look = prepared._look
+    writer._pages = prepared._pages
+    return writer
+
+
+@pytest.fixture
+def writer(run, prepared):
+    return with_programs_of(prepared, TrainingPage(run, PROMPT))
 
 
 def data_of(run: Path) -> dict[str, Any]:
@@ -194,24 +207,27 @@ def test_a_page_whose_writing_is_interrupted_leaves_the_older_one(run, writer, m
     assert list(run.glob("page.html.*")) == []
 
 
-def test_a_run_with_a_hostile_name_and_prompt_has_a_page(made, tmp_path):
+def test_a_run_with_a_hostile_name_and_prompt_has_a_page(made, prepared, tmp_path):
     name = "<script>{{style}} 'é*?[a]"
     run = shutil.copytree(made, tmp_path / name)
-    writer = TrainingPage(run, "</script")
-    writer.prepare()
-    assert writer.update()
-    data = data_of(run)
+    writer = with_programs_of(prepared, TrainingPage(run, "</script"))
 
+    is_new = writer.update()
+
+    assert is_new
+    data = data_of(run)
     assert data["name"] == name
     assert data["text"] == "</script"
 
 
-def test_a_beginning_that_is_too_long_for_a_page_is_cut(run):
+def test_a_beginning_that_is_too_long_for_a_page_is_cut(run, monkeypatch):
+    for name in ("ModelPages", "first_text", "_sample"):  # programs that this needs none of
+        monkeypatch.setattr(training_page, name, lambda *_: None)
     writer = TrainingPage(run, "script" * 3)  # of eighteen tokens, where eleven are a block
-    writer.prepare()
-    writer.update()
 
-    assert data_of(run)["text"] == "scrip"
+    writer.prepare()
+
+    assert writer._prompt == "scrip"
 
 
 def test_a_long_curve_is_drawn_as_means(run, monkeypatch):
@@ -233,7 +249,9 @@ def test_of_many_checkpoints_every_second_one_is_left_out(run, writer, monkeypat
     assert list(writer._snapshots) == [0, 2, 4, 5]
 
 
-def test_the_first_checkpoint_finds_its_programs_compiled(writer):
+def test_the_first_checkpoint_finds_its_programs_compiled(run):
+    writer = TrainingPage(run, PROMPT)
+    writer.prepare()
     compiled: list[str] = []
     with compilations_watched(compiled.append):
         assert writer.update()

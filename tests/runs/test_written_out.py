@@ -73,6 +73,7 @@ def require_equal(module, run, losses, weights):
         np.testing.assert_array_equal(leaf, expected[jax.tree_util.keystr(path)])
 
 
+@pytest.mark.slow
 def test_the_written_training_equals_fit_bitwise(training, tmp_path, poem, capsys):
     module = training(SMALL)
     config = jgpt.TrainConfig(

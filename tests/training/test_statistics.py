@@ -19,6 +19,7 @@ from jgpt.training.objective import next_token_loss
 from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.statistics import is_statistic, part_of
 from jgpt.training.step import make_train_steps
+from tests.models import compiled
 
 TOKENS = np.arange(211, dtype=np.int32) ** 2 % 11
 CONFIG = TrainConfig(
@@ -73,7 +74,7 @@ def test_gradient_norms_and_update_ratios_are_those_by_hand():
     def loss_of(weights):
         return next_token_loss(merge(weights), Batch(windows[0])).value
 
-    gradients: Any = jax.grad(loss_of)(before)
+    gradients: Any = compiled(jax.grad(loss_of), before)
     after, metrics = steps(state, windows, key, 1, 0)
 
     found = {name: float(values[0]) for name, values in metrics.extra.items()}
@@ -102,7 +103,7 @@ def test_activation_rms_is_that_of_what_each_part_returns():
     model: Any = model_merger(config.model)(state.weights)
     paths = ("blocks.*", "blocks.*.attention", "blocks.*.feed_forward", "token_embedding")
     tokens = first_windows(config)[0][:, :-1]
-    expected = jgpt.capture(model, *paths)(tokens)
+    expected = compiled(jgpt.capture(model, *paths), tokens)
 
     found = logged(config)
 
