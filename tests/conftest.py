@@ -50,6 +50,8 @@ LONGEST = (
     "test_inside",
     "test_proofs",
     "test_source",
+    "test_statistics",
+    "test_step",
 )
 
 # so that what asks for "the" device can be seen to take another; commands that tests start have one
