@@ -156,8 +156,11 @@ def _zero_sums(
     """Return zeros like what `_measure` returns, to which that of each micro-batch is added."""
     weight = None
     metrics = None
-    if setup.config.objective is not None:
-        # What the user's objective returns is known only from a trace.
+    # The built-in loss has no metrics, and no weight unless the targets have weights. What another
+    # objective returns is known only from a trace.
+    is_built_in = setup.config.objective is None
+    if not is_built_in or parts.weights is not None:
+
         def loss_of_first():
             first = jax.tree.map(operator.itemgetter(0), parts)
             return setup.loss_of(weights, arrays, first, keys[0])

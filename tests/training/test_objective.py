@@ -103,7 +103,8 @@ def test_micro_batches_and_their_metrics_are_averaged_by_weight():
     assert abs(loss - (first_loss + second_loss) / 2) > 1e-4
 
 
-def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_batches():
+@pytest.mark.parametrize("make", [None, lambda config: next_token_loss], ids=["built-in", "own"])
+def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_batches(make):
     targets = TOKENS[:, 1:]
     weights = jnp.where(targets > 4, 1.0, 0.0)  # batch time
     weights = weights.at[0].set(0.5)
@@ -113,9 +114,7 @@ def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_bat
     of_one_step = jax.tree.map(lambda leaf: leaf[None], Batch(TOKENS, weights))
 
     for micro_batches in (1, 3):
-        config = dataclasses.replace(
-            BIGRAM, micro_batches=micro_batches, objective=lambda config: next_token_loss
-        )
+        config = dataclasses.replace(BIGRAM, micro_batches=micro_batches, objective=make)
         steps = make_train_steps(config)
 
         _, metrics = steps(init_state(config), of_one_step, KEY, 1, 0)
