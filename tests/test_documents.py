@@ -327,7 +327,9 @@ def pages_with_commands_to_run() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_commands_to_run(), ids=name)
-def test_commands_give_what_the_page_shows(page, place, trained):
+def test_commands_give_what_the_page_shows(page, place, trained, monkeypatch):
+    # at idle priority the process of `train --page` waits for minutes beside other tests
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None, raising=False)
     copy_runs(page, trained.directory, place, COMMANDS_MAKE)
     languages = ["console"]
     if page in RUN:
