@@ -583,15 +583,16 @@ def problem_of_train_step(
     Its loss is compared with that of `jgpt.cross_entropy`, its weights with
     those that the optimizer gives for the gradient.
     """
+    state = optimizer.init(weights)
+    result = train_step(weights, state, window)
     found_loss = loss_of(weights, window)
     if jnp.shape(found_loss) != ():
         return f"the loss has the shape {jnp.shape(found_loss)}, not ()"
-    state = optimizer.init(weights)
-    gradient = jax.grad(loss_of)(weights, window)
-    updates, after = optimizer.update(gradient, state, weights)
+    # compiled: one operation at a time they take three times as long
+    gradient = jax.jit(jax.grad(loss_of))(weights, window)
+    updates, after = jax.jit(optimizer.update)(gradient, state, weights)
     expected = optax.apply_updates(weights, updates)
     uphill = jax.tree.map(lambda w, u: w - u, weights, updates)
-    result = train_step(weights, state, window)
     if not isinstance(result, tuple) or len(result) != 3:
         return "a step returns three things: weights, optimizer state and loss"
     new_weights, new_state, new_loss = result

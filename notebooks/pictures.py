@@ -44,13 +44,11 @@ def heat_map(
     digits: int | None = 2,
     texts: Sequence[Sequence[str]] = (),
     largest: float | None = None,
-    scale: bool = True,
     axes: Axes | None = None,
 ) -> None:
     """Draw a matrix with values, or texts, in it.
 
-    With `digits=None` there are no values, but a scale beside the matrix. It
-    is left out if `scale` is false.
+    With `digits=None` there are no values, but a scale beside the matrix.
     Rows and columns are labels, a string being one for each character. Names
     are those of the axes.
     `largest` is the value of the darkest colour, to compare matrices.
@@ -68,9 +66,9 @@ def heat_map(
     pixels = shades.repeat(PIXELS, axis=0).repeat(PIXELS, axis=1)
     edges = (-0.5, width - 0.5, height - 0.5, -0.5)
     axes.imshow(pixels, extent=edges, interpolation="none")
-    if digits is None and scale:
+    if digits is None:
         _draw_scale(axes, largest, signed)
-    if digits is not None:
+    else:
         for (row, column), value in np.ndenumerate(matrix):
             number = f"{value:.{digits}f}" if np.isfinite(value) else "-∞"
             text = texts[row][column] if texts else number

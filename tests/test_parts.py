@@ -175,3 +175,22 @@ def test_the_modules_that_students_get_do_not_hold_a_part():
         statements, _ = exercise.statements
         plumbing = {"optax.apply_updates(weights,updates)", "nnx.merge(graph,weights)"}
         assert given_in(code, statements) <= plumbing
+
+
+def test_the_lesson_says_how_many_lines_the_solutions_have():
+    lines = {}
+    for name, exercise in PARTS.items():
+        solution, _, _ = exercise.solution.partition("# Check")
+        lines[name] = len([line for line in solution.splitlines() if line])
+    parts = [
+        lines["cross_entropy"] + lines["Embedding"],
+        lines["Head"],
+        lines["MultiHeadAttention"],
+        lines["FeedForward"],
+        lines["Block"],
+        lines["GPT"],
+        lines["loss_of"] + lines["train_step"],
+        lines["generate"],
+    ]
+    table = re.findall(r"^\| [^|]* \| (\d+) \|", CELLS[0].source, re.MULTILINE)
+    assert list(map(int, table)) == parts
