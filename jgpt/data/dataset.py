@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
@@ -262,16 +263,24 @@ def _find_tokens(config: DataConfig, known: KnownText | None) -> Path | None:
     return None
 
 
-_WEIGHTED = re.compile(r"(.+)=([0-9]*\.?[0-9]+)")
+_WEIGHTED = re.compile(r"(.+)=((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
 
 def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
     """Return the weights of sources such as a.txt=0.7, or None if they have none."""
     weights: dict[str, float] = {}
     for source in sources:
+        if Path(source).exists():  # a file may have such a name
+            continue
         weighted = _WEIGHTED.fullmatch(source)
-        if weighted is not None and not Path(source).exists():  # a file may have such a name
+        if weighted is not None:
             weights[weighted[1]] = float(weighted[2])
+            continue
+        name, equals, weight = source.rpartition("=")
+        if equals and Path(name).exists():
+            raise ValueError(
+                f"{weight!r} is no weight of {name}: give a positive number, as in {name}=0.3"
+            )
     if not weights:
         return None
     if len(weights) < len(sources):
@@ -284,6 +293,8 @@ def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
     for source, weight in weights.items():
         if weight == 0:
             raise ValueError(f"{source} has the weight 0: leave it out, or give a positive weight")
+        if math.isinf(weight):
+            raise ValueError(f"{source} has an infinite weight: give a finite one")
     return weights
 
 

@@ -104,6 +104,17 @@ def test_other_weights_are_another_text(texts):
         load_dataset(other_weights, 5, known=known)
 
 
+@pytest.mark.parametrize(
+    ("written", "weight"), [("5.", 5.0), (".25", 0.25), ("1e-3", 0.001), ("2.5E+1", 25.0)]
+)
+def test_a_weight_is_written_like_any_number(texts, written, weight):
+    a, b = texts
+
+    dataset = load_dataset(DataConfig((f"{a}={written}", f"{b}=1")), 5)
+
+    assert [share.weight for share in dataset.shares] == [weight, 1.0]
+
+
 def test_a_file_may_have_a_name_like_a_weight(tmp_path):
     path = tmp_path / "a=1"
     path.write_text("ab" * 40)
@@ -118,6 +129,9 @@ def test_a_file_may_have_a_name_like_a_weight(tmp_path):
     [
         (("=1", ""), 5, "must have a weight for each text, as in a.txt=0.7 b.txt=0.3"),
         (("=1", "=0"), 5, r"b\.txt has the weight 0: leave it out"),
+        (("=1", "=-1"), 5, r"'-1' is no weight of .*b\.txt: give a positive number, as in .*=0\.3"),
+        (("=1", "="), 5, r"'' is no weight of .*b\.txt"),
+        (("=1", "=1e999"), 5, r"b\.txt has an infinite weight"),
         (("=1", "=1"), 54, r"the training split of .*b\.txt has 54 tokens, too few for one block"),
     ],
 )
