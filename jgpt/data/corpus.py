@@ -513,7 +513,10 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                 )
             ) from None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}, can't be read as JSON: {error}") from None
+            reason = f"can't be read as JSON: {error}"
+            if len(line) == LONGEST_LINE:  # it was cut here
+                reason = f"has more than {LONGEST_LINE:,} bytes: make several documents of its text"
+            raise ValueError(f"{name}, line {number}, {reason}") from None
         yield text
 
 

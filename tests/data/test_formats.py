@@ -191,6 +191,15 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, messa
         assert "\n" not in str(error.value)
 
 
+def test_a_line_of_json_that_is_too_long_is_said_to_be(tmp_path, monkeypatch):
+    """It is cut, and so was called damaged JSON."""
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 40)
+    path = write(tmp_path, "a.jsonl", lines({"text": "a" * 20}, {"text": "b" * 30}))
+
+    with pytest.raises(ValueError, match=r"line 2, has more than 40 bytes: make several documents"):
+        read_text([path])
+
+
 def test_the_column_of_a_table_is_its_documents(tmp_path):
     """Quotes, newlines and line separators stay inside a document, however the file is cut."""
     rows = 'id,text\r\n1,"one, ""1""\r\nmore"\r\n\r\n2,two\u2028lines\r\n3,\r\n4,long'
