@@ -17,7 +17,7 @@ from jgpt.data.batch import Batch
 from jgpt.data.batches import batches, resident
 from jgpt.data.dataset import Dataset
 from jgpt.data.own_batches import OwnBatches, own_batches
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.tokenizers import Tokenizer, UnencodableText
 from jgpt.fields import Make
 from jgpt.fitting.loop import Training
 from jgpt.fitting.metrics import MetricsLogger
@@ -460,6 +460,8 @@ def _sample_or_warn(
         if config.model.make is None and config.dataset.make is None:
             raise
         reason = describe_error(error)
+        if isinstance(error, UnencodableText):
+            reason = str(error)
         if not reason:
             first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
             reason = first_line

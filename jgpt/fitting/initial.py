@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jgpt.config import TrainConfig
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.tokenizers import CustomTokenizer, Tokenizer
+from jgpt.fields import Code
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.refusal import Field, Message
 from jgpt.runs.directory import RunDirectory
@@ -57,11 +58,24 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
             model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
+        _require_one_tokenizer(source, tokenizer, config)
     # On the host, since restored arrays are committed to a device, and a mesh has others.
     arrays = {}
     for name, variable in named_parameters(model).items():
         arrays[name] = np.asarray(variable.get_value())
     return Initial(source, arrays, tokenizer)
+
+
+def _require_one_tokenizer(source: str, tokenizer: Tokenizer, config: TrainConfig) -> None:
+    """Raise ValueError for a custom tokenizer in place of the one that belongs to the weights."""
+    if config.dataset.make is not None and not isinstance(tokenizer, CustomTokenizer):
+        raise ValueError(
+            Message(
+                Field("initial", source),
+                " has a tokenizer, which the run takes: leave out ",
+                Field("tokenizer", Code.of(config.dataset.make).named),
+            )
+        )
 
 
 def require_trainable(config: TrainConfig) -> None:

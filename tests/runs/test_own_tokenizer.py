@@ -149,7 +149,8 @@ def test_a_token_that_cannot_be_decoded_costs_the_sample_and_not_the_run(folder)
     assert run.sample == ""
     assert run.best_step in (3, 6)
     (line,) = [line for line in said.messages if line.startswith("no sample: ")]
-    assert "can't decode" in line
+    assert line.startswith("no sample: the tokenizer ")
+    assert "py:Letters can't decode [" in line
 
 
 @pytest.mark.slow
@@ -164,6 +165,19 @@ def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(folder):
     assert run.metrics["loss"][0] != first.metrics["loss"][0]
     with pytest.raises(ValueError, match="which a run never loads by itself: give tokenizer="):
         jgpt.fit(config_in(folder, out="third"), initial=first.directory, progress=None)
+
+
+@pytest.mark.slow
+def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(folder):
+    """The run was trained with that of the weights, and could not be loaded with either."""
+    (folder / "games.txt").write_text("abba\n" * 60)
+    first = jgpt.fit(config_in(folder), progress=None)
+    second = config_in(folder, out=str(folder / "second"))
+
+    with pytest.raises(ValueError, match=r"has a tokenizer, which the run takes: leave out token"):
+        jgpt.fit(second, tokenizer=Letters(), initial=first.directory, progress=None)
+
+    assert not (folder / "second").exists()
 
 
 @pytest.mark.parametrize(
