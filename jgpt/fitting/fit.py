@@ -166,7 +166,6 @@ def fit(
         prepared = prepare(
             config, target, machine, progress, should_stop, dataset=dataset, initial=initial
         )
-        progress.prepared(prepared.config.recorded, prepared.dataset)
     # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
