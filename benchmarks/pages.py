@@ -3,9 +3,11 @@
     JAX_PLATFORMS=cpu python benchmarks/pages.py --rounds 2
 
 `tables.py` makes the table of docs/look.md from the record. A page is opened from disk. Then
-letters are typed at the end of a text of 128 tokens, or of fewer where the block or the page has no
-room; and half of that text is written on until the page is full. Sizes and times don't depend on
-training. The differences to JAX are those of these weights, none of which is zero.
+keys are pressed at the end of a text and at its beginning, where all numbers change. With the new
+letter the text has 128 tokens, or fewer where the block or the page has no room. A keystroke lasts
+until the page has drawn all that follows; its parts are measured, too. Half of the text is written
+on until the page is full. Sizes and times don't depend on training. The differences to JAX are
+those of these weights, none of which is zero.
 """
 
 import json
@@ -24,7 +26,7 @@ import tyro
 from runner import ROOT, Figures, Measured, Rounds, Variant, call, compare
 from tables import ON_A_CPU
 
-from jgpt.presets import PRESETS
+from jgpt.presets import DEFAULT_PRESET, PRESETS
 
 sys.path.insert(0, str(ROOT))  # for the tests' browser and weights
 
@@ -40,6 +42,7 @@ MOST_SECONDS = 30
 """A large model is measured less often: nothing is begun after so many seconds."""
 MOST_TYPED = 128
 """The most tokens of the text that is typed at."""
+TWO = f"{DEFAULT_PRESET}, two checkpoints"
 SECONDS = 600
 """The longest wait for a page."""
 OPENED = """
@@ -52,20 +55,44 @@ new Promise(done => {
 })
 """
 """The milliseconds from the beginning of the page until all numbers of its text are shown."""
-TYPED = """
-(async () => {
-  await change({ prompt: TEXT });
-  const times = [];
-  const end = performance.now() + 1000 * MOST_SECONDS;
-  for (let i = 0; i < KEYSTROKES && performance.now() < end; i++) {
-    const began = performance.now();
-    await change({ prompt: TEXT + "ab"[i % 2] });
-    times.push(performance.now() - began);
-  }
-  return times;
+LISTENING = """
+(() => {
+  const drawn = () => new Promise(done => requestAnimationFrame(() => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = done;  // after the styles, layout and painting of this frame
+    port2.postMessage(0);
+  }));
+  const hear = worker.onmessage;
+  let began, heard;
+  worker.onmessage = message => {
+    heard = performance.now();
+    hear(message);
+  };
+  addEventListener("keydown", event => { began = event.timeStamp; }, { capture: true });
+  $("prompt").addEventListener("input", () => {
+    window.typed = (async () => {
+      while (asking) await asking;
+      const shown = performance.now();
+      await drawn();
+      const end = performance.now();
+      return [end - began, heard - began, shown - heard, end - shown];
+    })();
+  });
 })()
 """
-"""The milliseconds of each keystroke, after the program for this length was made ready."""
+"""Measure each key that is pressed: until the page has drawn all that follows."""
+READY = """
+(async () => {
+  const prompt = $("prompt");
+  prompt.value = TEXT;
+  await change({ prompt: TEXT });
+  prompt.focus();
+  prompt.setSelectionRange(PLACE, PLACE);
+})()
+"""
+"""Show a text, and put the caret at a place in it."""
+PARTS = ("keystroke", "worker", "scripts", "layout")
+"""A whole keystroke; until the worker has answered; the page's scripts; style, layout and paint."""
 WRITTEN = """
 (async () => {
   await change({ prompt: TEXT });
@@ -76,8 +103,8 @@ WRITTEN = """
 """
 
 
-def write_page(preset: str, path: str) -> Figures:
-    """Write the page of a preset; return the number of tokens of the text that is typed at."""
+def write_page(preset: str, path: str, twice: bool) -> Figures:
+    """Write the page of a preset, or of two models of it; return the tokens of the whole text."""
     from flax import nnx
 
     from jgpt import BPETokenizer, CharTokenizer
@@ -90,13 +117,17 @@ def write_page(preset: str, path: str) -> Figures:
 
     _, config = PRESETS[preset]
     model = abstract_model(run_for_platform(config, this_machine().platform).model)
+    other = None
+    if twice:
+        other = nnx.clone(model)
+        nnx.update(other, randomised(weights_of(other), seed=2))
     nnx.update(model, randomised(weights_of(model)))
     tokenizer = CharTokenizer.from_text(LETTERS)
     if model.vocab_size != tokenizer.vocab_size:
         # A letter is a token, as with characters, since there is one merge alone.
         tokenizer = BPETokenizer.train([TEXT], 257).padded_to(model.vocab_size)
     length = min(Look(model, tokenizer, preset).most_computed_tokens(), MOST_TYPED)
-    Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length]))
+    Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length], other=other))
     return {"length": length}
 
 
@@ -125,13 +156,16 @@ def measure_page(path: str, length: int) -> Figures:
         page.open(Path(path))
         opened = page.run(OPENED)
         closeness = page.run("$('closeness').textContent")
-        keystrokes = page.run(_filled(TYPED, TEXT[: length - 1]))
+        page.run(LISTENING)
+        text = TEXT[: length - 1]
+        at_the_end = _keystrokes(page, text, len(text))
+        at_the_beginning = _keystrokes(page, text, 0)
         rates = []
         began = time.monotonic()
         # A page of one token, such as that of a bigram model, has no room to write on.
         wanted = CONTINUATIONS if length > 1 else 0
         while len(rates) < wanted and time.monotonic() < began + MOST_SECONDS:
-            said = page.run(_filled(WRITTEN, TEXT[: length // 2]))
+            said = page.run(WRITTEN.replace("TEXT", json.dumps(TEXT[: length // 2])))
             rates.append(float(re.search(r"(\d+) a second", said)[1]))
         precision = page.run("first.precision")
         assert page.errors == [], page.errors
@@ -141,25 +175,31 @@ def measure_page(path: str, length: int) -> Figures:
         "bytes": Path(path).stat().st_size,
         "bits": int(re.search(r"\d+", precision)[0]),
         "open_milliseconds": opened,
-        "keystroke_milliseconds": statistics.median(keystrokes),
         "difference": float(to_the_same),
         "difference_to_own_weights": float(differences[-1]),
         "load": load,
     }
+    for part, milliseconds in zip(PARTS, at_the_end, strict=True):
+        figures[f"{part}_milliseconds"] = milliseconds
+    for part, milliseconds in zip(PARTS, at_the_beginning, strict=True):
+        figures[f"{part}_at_the_beginning_milliseconds"] = milliseconds
     if rates:
         figures["tokens_per_second"] = max(rates)
     return figures
 
 
-def _filled(script: str, text: str) -> str:
-    parts = {
-        "TEXT": json.dumps(text),
-        "KEYSTROKES": str(KEYSTROKES),
-        "MOST_SECONDS": str(MOST_SECONDS),
-    }
-    for name, value in parts.items():
-        script = script.replace(name, value)
-    return script
+def _keystrokes(page: Any, text: str, place: int) -> list[float]:
+    """Press keys at a place of a text; return the median of each of the PARTS."""
+    measured = []
+    until = time.monotonic() + MOST_SECONDS
+    # A keystroke more than are counted, after which the program for this length is ready.
+    while len(measured) <= KEYSTROKES and time.monotonic() < until:
+        ready = READY.replace("TEXT", json.dumps(text)).replace("PLACE", str(place))
+        page.run(ready)
+        page.type("ab"[len(measured) % 2])
+        measured.append(page.run("typed"))
+    counted = measured[1:] or measured
+    return [statistics.median(part) for part in zip(*counted, strict=True)]
 
 
 def _result_of(command: list[str]) -> Any:
@@ -171,10 +211,12 @@ def _result_of(command: list[str]) -> Any:
 def main(options: Rounds) -> None:
     refused = _result_of(call("pages", "refusals"))
     with tempfile.TemporaryDirectory() as folder:
+        pages = [(name, name, False) for name in (*ON_A_CPU, "nanogpt-char", "gpt2")]
+        pages.append((TWO, DEFAULT_PRESET, True))
         variants = []
-        for name in (*ON_A_CPU, "nanogpt-char", "gpt2"):
+        for name, preset, twice in pages:
             path = f"{folder}/{name}.html"
-            written = _result_of(call("pages", "write_page", preset=name, path=path))
+            written = _result_of(call("pages", "write_page", preset=preset, path=path, twice=twice))
             command = call("pages", "measure_page", path=path, length=written["length"])
             variants.append(Variant(name, command))
 

@@ -126,6 +126,12 @@ class Page:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
 
+    def type(self, text: str) -> None:
+        """Press the keys of a text, where the focus is."""
+        for letter in text:
+            self.call("Input.dispatchKeyEvent", type="keyDown", text=letter, key=letter)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=letter)
+
     def screenshot(self, *, whole: bool = True) -> bytes:
         """A PNG of the whole page, or of the visible part."""
         if not whole:
