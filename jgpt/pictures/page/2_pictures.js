@@ -51,7 +51,9 @@ function setTexts(place, texts) {
 /** Name rows and columns by their tokens; the style sheet hides those of a map of many. */
 function buildNames() {
   document.body.className = time > 128 ? "many" : "";
-  document.body.style = `--time: ${time}; --widest: ${widest}`;
+  for (const part of [$("attention"), $("compare")]) {  // not the body, whose every part would follow
+    part.style = `--time: ${time}; --widest: ${widest}`;
+  }
   const texts = tokens.map(cut);
   for (const names of document.querySelectorAll(".names")) {
     if (!changed(names, ...texts)) continue;
@@ -77,6 +79,28 @@ function paintPixels(canvas, width, height, paint) {
   const image = context.createImageData(width, height);
   paint(new Uint32Array(image.data.buffer));
   context.putImageData(image, 0, 0);
+}
+
+// Canvases are painted while they are in sight, or near: the arcs alone take as long as the model
+const NEAR = "300px";
+const inSight = new Set();
+const toPaint = new Map();  // what paints a place that comes into sight
+const sight = new IntersectionObserver(entries => {
+  for (const { target, isIntersecting } of entries) {
+    if (isIntersecting) inSight.add(target);
+    else inSight.delete(target);
+    if (isIntersecting) paintNow(target);
+  }
+}, { rootMargin: NEAR });
+function paintInSight(place, paint) {
+  toPaint.set(place, paint);
+  if (inSight.has(place)) paintNow(place);
+  else sight.observe(place);
+}
+function paintNow(place) {
+  const paint = toPaint.get(place);
+  toPaint.delete(place);
+  paint?.();
 }
 
 function tip(x, y, text) {

@@ -80,7 +80,8 @@ function drawLens(lens, of) {
 }
 function fillLens(lens, of) {
   lens.of = of;
-  if (changed(lens, depths, widest, time)) layOutLens(lens);
+  if (changed(lens, depths)) layOutLens(lens);
+  if (changed(lens.grid, widest, time)) resizeLens(lens);
   const names = tokens.map(cut);
   nameCells(lens.named[0], names);
   nameCells(lens.named[1], names.slice(1));
@@ -89,34 +90,45 @@ function fillLens(lens, of) {
       fillCellOfDifference(cell, depth, position);
       return;
     }
-    const [best] = predictions(depth, position, of);
-    const right = following(depth, position, of)?.rank === 1;
-    const shade = best.probability.toFixed(3);
-    if (!changed(cell, best.token, shade, right)) return;
-    cell.textContent = cut(best.token);
+    const best = of.candidates[depth][position][0];
+    const shade = Math.exp(of.log_probabilities[depth][position][0]).toFixed(3);
+    const right = position < time - 1 && of.next_ranks[depth][position] === 1;
+    if (!changed(cell, best, shade, right)) return;
+    cell.textContent = cut(best);
     cell.style.background = tint("green", shade);
     cell.classList.toggle("right", right);
   }));
 }
-/** Make the cells of a lens: a row of names, one for each depth, and one of what came next. */
+/** Make the rows of a lens: one of names, one for each depth, and one of what came next. */
 function layOutLens(lens) {
-  const { grid } = lens;
+  const row = (name, depth) => ({
+    name: element("span", { className: "name" }, name),
+    depth,
+    cells: [],
+  });
+  const ofDepths = Array.from({ length: depths + 1 }, (_, depth) => row(depthName(depth), depth));
+  lens.rows = [row("after", depths), ...ofDepths, row("next", depths)];
+  lens.cells = ofDepths.map(({ cells }) => cells);
+  lens.named = [lens.rows[0].cells, lens.rows.at(-1).cells];
+  lens.grid.replaceChildren(...lens.rows.map(({ name }) => name));
+  lens.grid.drawnOf = null;
+}
+/** Give each row of a lens a cell for each token; those that are there are used again. */
+function resizeLens({ grid, rows }) {
   const width = widest <= 2 ? 20 : 8 * widest + 12;
-  grid.replaceChildren();
   grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
-  const row = (name, depth) => {
-    const cells = tokens.map((_, position) =>
-      element("span", { chooses: { ...goTo(position), depth } }));
-    grid.append(element("span", { className: "name" }, name), ...cells);
-    return cells;
-  };
-  const above = row("after", depths);
-  lens.cells = Array.from({ length: depths + 1 }, (_, depth) => row(depthName(depth), depth));
-  lens.named = [above, row("next", depths)];
+  for (const { name, depth, cells } of rows) {
+    while (cells.length > time) cells.pop().remove();
+    const more = Array.from({ length: time - cells.length }, (_, i) =>
+      element("span", { chooses: { ...goTo(cells.length + i), depth } }));
+    (cells.at(-1) ?? name).after(...more);
+    cells.push(...more);
+  }
 }
 function nameCells(cells, names) {
-  names.forEach((name, i) => {
-    if (cells[i].textContent !== name) cells[i].textContent = name;
+  cells.forEach((cell, i) => {
+    const name = names[i] ?? "";
+    if (cell.textContent !== name) cell.textContent = name;
   });
 }
 function describeLens(depth, position, of) {

@@ -16,13 +16,15 @@ function buildHeads() {
   $("attention").hidden = !data.attention;
   if (!data.attention) return;
   if (changed($("heads"), layers, heads)) headButtons = layOutHeads($("heads"), "head");
-  paintHeads(headButtons, data);
+  paintHeads($("heads"), headButtons, data);
 }
-function paintHeads(buttons, of) {
-  for (const button of buttons) {
-    const { layer, head } = button.chooses;
-    paintHead(layer, head, of, button.previousSibling);
-  }
+function paintHeads(grid, buttons, of) {
+  paintInSight(grid, () => {
+    for (const button of buttons) {
+      const { layer, head } = button.chooses;
+      paintHead(layer, head, of, button.previousSibling);
+    }
+  });
 }
 /** Fill a grid with a button for each head; `group` is a name that no other grid has. */
 function layOutHeads(grid, group) {
@@ -98,7 +100,9 @@ function drawMap(map, of) {
   const { query, key, layer, head } = chosen;
   const { canvas, cells, columns } = map;
   map.of = of;
-  if (changed(canvas, of, layer, head)) paintHead(layer, head, of, canvas);
+  if (changed(canvas, of, layer, head)) {
+    paintInSight(cells, () => paintHead(layer, head, of, canvas));
+  }
   cells.style = `--query: ${query}; --key: ${key}`;
   mark(columns, columns.children[key]);
 }
@@ -134,21 +138,25 @@ function drawArcsOf(context, query, least, strength) {
 }
 function drawArcs() {
   const { query, key, layer, head } = chosen;
+  const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
+  const largest = Math.max(...weights.map(Math.abs));
+  mark($("arc-names"), $("arc-names").children[query]);
+  $("largest").textContent = number(largest);
+  paintInSight($("arcs"), () => paintArcs(weights, largest));
+}
+function paintArcs(weights, largest) {
+  const { query, key, layer, head } = chosen;
   if (changed($("arcs"), data, layer, head)) {
     const all = emptied($("all-arcs"));
     for (let each = 0; each < time; each++) drawArcsOf(all, each, .02, .22);
   }
   drawArcsOf(emptied($("own-arcs")), query, .0005, 1);
   const bars = emptied($("arc-bars"));
-  const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
-  const largest = Math.max(...weights.map(Math.abs));
   weights.forEach((w, to) => {
     bars.fillStyle = `rgba(${w < 0 ? AMBER : BLUE}, ${to === key ? 1 : .55})`;
     const height = Math.abs(w) / largest * 92 || 0;  // two models may have equal weights
     bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, height));
   });
-  mark($("arc-names"), $("arc-names").children[query]);
-  $("largest").textContent = number(largest);
 }
 pictures.set($("arcs"), {
   find: event => goTo(cellAt(event, time, 1)[0]),

@@ -43,7 +43,7 @@ function differenceOf([one, other]) {
   const arrays = other.arrays.map(array => {
     // A model may have an array less, where a function returns its argument as it is.
     const its = one.arrays.find(({ index }) => index === array.index);
-    return its && { ...array, values: minus(array.values, its.values) };
+    return its && { ...array, values: array.values && minus(array.values, its.values) };
   });
   return {
     ...other,
@@ -224,7 +224,7 @@ function buildSide(side, of, i) {
   side.heads.part.hidden = side.map.part.hidden = !of.attention;
   if (!of.attention) return;
   if (changed(side.grid, layers, heads)) side.buttons = layOutHeads(side.grid, `head-${i}`);
-  paintHeads(side.buttons, of);
+  paintHeads(side.grid, side.buttons, of);
 }
 function drawCompared() {
   if (!data.pair) return;
