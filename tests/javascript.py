@@ -40,6 +40,21 @@ class Call:
 
 def run_programs(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list[dict[str, Any]]:
     """Run all programs in one process; return their results as arrays, by name."""
+    cases = _cases_of(calls)
+    answers = _run("runCases", cases, interpreter)
+    return [_decoded(call.program, answer) for call, answer in zip(calls, answers, strict=True)]
+
+
+def run_updates(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list[dict[str, Any]]:
+    """Run all programs again after other inputs, when they compute what differs alone.
+
+    Return for each how many outputs the other inputs have `changed`, and the names of the outputs
+    that are not those of a first run.
+    """
+    return _run("runUpdates", _cases_of(calls), interpreter)
+
+
+def _cases_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
     cases = []
     for call in calls:
         leaves = jax.tree.leaves(call.arguments)
@@ -53,8 +68,7 @@ def run_programs(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list
             array = np.asarray(leaf).astype(jnp.dtype(dtype))  # a Python integer has 64 bits
             given[path] = (dtype, shape, encoded(array))
         cases.append({"program": call.program.as_data(), "weights": weights, "inputs": inputs})
-    answers = _run("runCases", cases, interpreter)
-    return [_decoded(call.program, answer) for call, answer in zip(calls, answers, strict=True)]
+    return cases
 
 
 def run_model(

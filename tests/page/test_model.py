@@ -347,3 +347,50 @@ def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
     # the control: the loss of the text has a gradient there
     of_embeddings = values_of(record_of_all["arrays"][0]["gradient"])
     assert of_embeddings[position:].any()
+
+
+@needs_javascript
+@pytest.mark.parametrize("name", only(["default preset"], ["default preset", "qwen3", "gpt2"]))
+def test_a_record_doesn_t_depend_on_the_texts_before_it(name):
+    """The worker computes what differs from the last text, here in two orders."""
+    tokens = list(TOKENS)
+    other = TOKENIZER.encode(OTHER).tolist()
+    requests = [
+        {"tokens": tokens[:6]},
+        {"tokens": tokens[:7]},
+        {"tokens": [*tokens[:3], 5, *tokens[3:6]]},
+        {"tokens": tokens[:6], "changes": {"heads": [[1, 2, 0.0]]}},
+        {"tokens": tokens[:6], "changes": {"patch": {"layer": 0, "position": 4, "tokens": other}}},
+        {"tokens": tokens[1:], "gradient": True},
+        {"tokens": tokens},
+    ]
+
+    records = records_of(name, *requests)
+    in_reverse = records_of(name, *reversed(requests))
+
+    assert not any("error" in record for record in records)
+    assert records == in_reverse[::-1]
+    assert records[0]["log_probabilities"] != records[3]["log_probabilities"]
+
+
+@needs_javascript
+def test_hidden_arrays_have_no_numbers_and_are_finite_all_the_same():
+    look = look_of("default preset")
+    request: dict[str, Any] = {"tokens": list(TOKENS)}
+    (shown,) = records_of("default preset", request)
+    paths = [array["path"] for array in shown["arrays"]]
+    hidden = paths[3]
+    weights = {path: np.array(array) for path, array in look.named_weights().items()}
+    last = [*weights][-1]
+    weights[last].ravel()[0] = np.inf
+
+    (without,) = records_of("default preset", request | {"hidden": [hidden]})
+    (diverged,) = run_model(described("default preset"), weights, [request | {"hidden": paths}])
+
+    for array, other in zip(without["arrays"], shown["arrays"], strict=True):
+        values = other["values"]
+        if array["path"] == hidden:
+            values = None
+        assert array == other | {"values": values}
+    assert 0 < paths.count(hidden) < len(paths)
+    assert diverged == {"error": "the forward pass is not finite: the model has diverged"}

@@ -34,6 +34,13 @@ new Promise((done) => {
 })
 """
 PATCH = {"block": 1, "position": 2}
+OPEN_GROUPS = """
+(async () => {
+  for (const group of $("arrays").children) group.open = true;
+  await change({});
+})()
+"""
+"""The worker is asked for the numbers of the arrays that are shown."""
 RECORD = """
 JSON.stringify(data, (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)
 """
@@ -49,7 +56,7 @@ def default_page() -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Any, html: str) -> Iterator[Page]:
+def opened(path: Any, html: str, *, open_groups: bool = True) -> Iterator[Page]:
     """The browser with a page, once the page has computed its first text."""
     path.write_text(html)
     page = shared_browser()
@@ -58,6 +65,8 @@ def opened(path: Any, html: str) -> Iterator[Page]:
     page.requests.clear()
     page.open(path)
     page.run(STARTED)
+    if open_groups:
+        page.run(OPEN_GROUPS)
     yield page
 
 
@@ -158,7 +167,9 @@ def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
     np.testing.assert_allclose(found, of_rounded, rtol=0, atol=2e-5)
     rounding = np.abs(np.subtract(found, own)).max() / np.abs(own).max()
     assert f"with weights in {precision}" in closeness
-    assert f"This file of {len(html) / 1e6:.1f} MB" in closeness
+    contents = re.findall(r"<(script|style)[^>]*>(.*?)</\1>", html, re.DOTALL)
+    size = sum(len(content) for _, content in contents)
+    assert f"This file of {size / 1e6:.1f} MB" in closeness
     to_rounded, to_own = re.findall(r"within (\S+) of", closeness)
     assert float(to_rounded) < 1e-5 < float(to_own)
     assert float(to_own) == pytest.approx(rounding, rel=0.5)
@@ -294,10 +305,42 @@ def test_a_link_holds_what_was_changed(default_page, tmp_path):
         page.open("about:blank")
         page.open(link)
         page.run(STARTED)
+        page.run(OPEN_GROUPS)
 
         assert json.loads(page.run(RECORD)) == before
         assert "JAX" not in said(page, "closeness")  # which has computed the first text alone
         assert page.errors == []
+
+
+def test_the_numbers_of_a_closed_group_come_when_it_is_opened(default_page, tmp_path):
+    look = look_of("default preset")
+    with opened(tmp_path / "page.html", default_page, open_groups=False) as page:
+        page.run("change({ prompt: 'ips/be' })")
+        of_open_groups = json.loads(page.run(RECORD))
+        page.run("(async () => { $('blocks.1').open = true; await new Promise(setTimeout) })()")
+        page.run("asking")
+        of_a_block_more = json.loads(page.run(RECORD))
+        page.run(OPEN_GROUPS)
+        of_all = json.loads(page.run(RECORD))
+        errors = page.errors
+
+    def are_there(record: dict[str, Any]) -> dict[str, bool]:
+        there = {}
+        for array in record["arrays"]:
+            group, _, _ = f"{array['path']}...".partition(".")
+            if group == "blocks":
+                group = ".".join(array["path"].split(".")[:2])
+            there[group] = array["values"] is not None
+        return there
+
+    tokens = TOKENIZER.encode("ips/be").tolist()
+    assert_same_record(of_all | {"name": look.name}, look(tokens, len(tokens)))
+    assert are_there(of_open_groups)["token_embedding"]
+    assert not are_there(of_open_groups)["blocks.0"]
+    assert not are_there(of_open_groups)["blocks.1"]
+    assert not are_there(of_a_block_more)["blocks.0"]
+    assert are_there(of_a_block_more)["blocks.1"]
+    assert errors == []
 
 
 def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):

@@ -29,9 +29,20 @@ function buildForward() {
     const shape = dimensions.map((name, axis) => name ? `${name}=${sizes[axis]}` : sizes[axis]);
     part.array = arrays[i];
     part.shape.textContent = shape.join(" ");
-    part.canvas.hidden = !arrays[i].values;
+    part.canvas.hidden = !data.computes && !arrays[i].values;
   });
-  $("too-many").hidden = Boolean(arrays[0].values);
+  $("too-many").hidden = data.computes || Boolean(arrays[0].values);
+}
+/** The paths of the arrays whose numbers nobody sees: those of the groups that are closed. */
+function hiddenPaths() {
+  const closed = parts.filter(({ group }) => !group.open);
+  return closed.map(({ array }) => array.path);
+}
+/** Draw what a group has that was opened; numbers that the page lacks are asked for. */
+function drawGroup(group) {
+  const isMissing = parts.some(part => part.group === group && !part.array.values);
+  if (group.open && isMissing && data.computes) change({});
+  else drawForward();
 }
 function layOutParts() {
   const groups = new Map();
@@ -41,7 +52,9 @@ function layOutParts() {
     if (!groups.has(id)) {
       const isOpen = $(id)?.open ?? !groups.size;
       const summary = element("summary", { textContent: id.replace(".", " ") });
-      groups.set(id, element("details", { id, open: isOpen, ontoggle: drawForward }, summary));
+      const group = element("details", { id, open: isOpen }, summary);
+      group.ontoggle = () => drawGroup(group);
+      groups.set(id, group);
     }
     return layOutPart(path, name, groups.get(id));
   });

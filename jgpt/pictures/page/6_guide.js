@@ -112,11 +112,12 @@ async function showGradient() {
     + `${sizes[order[1]] > 0 ? ` and ${at(order[1])}` : ""}: what they are changes this loss most. `
     + `It is zero from ${at(position)} on, since a prediction sees only what comes before.`, off);
 }
-function showLine() {
+async function showLine() {
   const part = parts.find(({ array: { path, name } }) => name === "attention_weights"
     && path.startsWith(first.paths.blocks[chosen.layer])) ?? parts.find(lineOf);
   part.group.open = true;
   part.row.open = true;
+  if (!part.array.values) await change({});
   drawPart(part);
   const { file, name, number: line, text } = lineOf(part);
   answerAt(part.row, `The array ${part.array.name} was made by line ${line} of ${file}, in ${name}: `

@@ -60,7 +60,9 @@ async function computed(state) {
     const changes = { ...changesOf(state), patch };
     const isFirst = prompt === first.text;
     const count = isFirst ? first.prompt : tokens.length;  // the model has sampled the others
-    const compute = { tokens, prompt: count, changes, gradient, ranked: first.models.length > 1 };
+    const ranked = first.models.length > 1;
+    const hidden = gradient ? [] : hiddenPaths();
+    const compute = { tokens, prompt: count, changes, gradient, ranked, hidden };
     const records = await Promise.all(first.models.map((_, model) => askWorker({ compute, model })));
     for (const record of records) {
       record.texts = textsOf(record);

@@ -3,6 +3,9 @@
 //   const machine = interpreter.load(program, weights);
 //   const {logits} = machine.run({tokens: interpreter.array("int32", [1, 3], [5, 2, 9])});
 //
+// machine.update does the same and keeps all values, so that the next time it computes only what
+// differs. Its results are to be read before the next call.
+//
 // An array is {dtype, shape, data, offset, strides}: a part of a typed array, in steps. Moving
 // operations (transpose, slice, broadcast) only make new steps; the others write a dense result.
 "use strict";
@@ -45,14 +48,14 @@ function isDense(x) {
 // Buffers are used again: a new large one costs more than a small operation, since it is cleared.
 // `uses` counts the values of a run that share a buffer; constants and weights have infinitely many.
 const pool = new Map();
-let madeNow = [];
+let madeNow = null;  // what the operation that runs has made
 
 function make(dtype, shape) {
   const length = sizeOf(shape);
   const Kind = KINDS[dtype];
   const free = pool.get(Kind)?.get(length);
   const store = free?.length ? free.pop() : {data: new Kind(length), uses: 0};
-  madeNow.push(store);
+  madeNow?.push(store);
   return {dtype, shape, data: store.data, store, offset: 0, strides: denseStrides(shape)};
 }
 
@@ -153,6 +156,55 @@ function dense(x) {
   const result = make(x.dtype, x.shape);
   copyInto(result, x);
   return result;
+}
+
+// The numbers of an array in order, as a typed array of its own.
+function copyOf(x) {
+  const data = new KINDS[x.dtype](sizeOf(x.shape));
+  copyInto({data, offset: 0, strides: denseStrides(x.shape)}, x);
+  return data;
+}
+
+// Whether two arrays of one shape have the same numbers, of which a NaN equals itself and 0 isn't -0.
+function isSame(x, y) {
+  const isOne = x.data === y.data && x.offset === y.offset;
+  if (isOne && x.strides.join() === y.strides.join()) return true;
+  return eachRun([x, y], (n, [i, j], [s, t]) => {
+    for (let k = 0; k < n; k++, i += s, j += t) {
+      if (!Object.is(x.data[i], y.data[j])) return false;
+    }
+    return true;
+  });
+}
+
+function isFinite(x) {
+  return eachRun([x], (n, [i], [s]) => isFiniteRun(x.data, i, n, s));
+}
+
+// 0 times a number is NaN if it isn't finite. Two sums don't wait for each other.
+function isFiniteRun(a, i, n, s) {
+  let sum = 0;
+  let other = 0;
+  let k = 0;
+  for (; k + 1 < n; k += 2, i += 2 * s) {
+    sum += 0 * a[i];
+    other += 0 * a[i + s];
+  }
+  if (k < n) sum += 0 * a[i];
+  return sum + other === 0;
+}
+
+// Whether `holds` is true for each run of the innermost loop over arrays of one shape.
+function eachRun(arrays, holds) {
+  const {shape} = arrays[0];
+  const loops = loopsOver(shape, arrays);
+  const n = loops.sizes[0];
+  const steps = loops.steps.map((step) => step[0]);
+  for (let left = sizeOf(shape); left > 0; left -= n) {
+    if (!holds(n, loops.starts, steps)) return false;
+    advance(loops);
+  }
+  return true;
 }
 
 // The numbers of an array in order, as a typed array.
@@ -432,7 +484,7 @@ const REDUCTIONS = {
 
 // The axes that are kept, then those that are reduced, which become one.
 function reducedLast(x, axes) {
-  const kept = x.shape.map((_, axis) => axis).filter((axis) => !axes.includes(axis));
+  const kept = otherAxes(x, axes);
   const order = [...kept, ...axes];
   let moved = view(x, order.map((axis) => x.shape[axis]), order.map((axis) => x.strides[axis]));
   const count = sizeOf(axes.map((axis) => x.shape[axis]));
@@ -722,12 +774,13 @@ function merged(x, counts) {
   return view(x, shape, strides);
 }
 
+const otherAxes = (x, ...axes) =>
+  x.shape.map((_, axis) => axis).filter((axis) => !axes.flat().includes(axis));
+
 function dotGeneral([a, b], parameters, [type]) {
   const {left, right, left_batch: leftBatch, right_batch: rightBatch} = parameters;
-  const freeOf = (x, ...used) =>
-    x.shape.map((_, axis) => axis).filter((axis) => !used.flat().includes(axis));
-  const leftFree = freeOf(a, left, leftBatch);
-  const rightFree = freeOf(b, right, rightBatch);
+  const leftFree = otherAxes(a, left, leftBatch);
+  const rightFree = otherAxes(b, right, rightBatch);
   const A = dense(merged(
     permuted(a, [...leftBatch, ...leftFree, ...left]),
     [leftBatch.length, leftFree.length, left.length]));
@@ -899,9 +952,6 @@ function bitcast([x], {dtype}, [type]) {
 
 // --- indices -------------------------------------------------------------------------------------
 
-// The axes of an operand that a window of gather or scatter has.
-const windowAxes = (x, ...without) =>
-  x.shape.map((_, axis) => axis).filter((axis) => !without.flat().includes(axis));
 
 // Calls `visit` for each window with the place of its first element in `x`, or null if the window
 // is dropped, and the place in the array of windows.
@@ -942,14 +992,14 @@ function fillOf(fill, dtype) {
 
 function gather([x, indices], parameters, [type]) {
   const out = make(type.dtype, type.shape);
-  const axes = windowAxes(x, parameters.collapsed_slice_dims, parameters.operand_batching_dims);
+  const axes = otherAxes(x, parameters.collapsed_slice_dims, parameters.operand_batching_dims);
   const shape = axes.map((axis) => parameters.slice_sizes[axis]);
   const fill = fillOf(parameters.fill, type.dtype);
   const window = view(x, shape, axes.map((axis) => x.strides[axis]));
   const target = view(out, shape, parameters.offset_dims.map((axis) => out.strides[axis]));
   const nothing = {...array(type.dtype, [1], [fill]), shape, strides: shape.map(() => 0)};
   const options = {
-    batchAxes: windowAxes(out, parameters.offset_dims),
+    batchAxes: otherAxes(out, parameters.offset_dims),
     indexMap: parameters.start_index_map,
     batching: parameters.operand_batching_dims,
     indexBatching: parameters.start_indices_batching_dims,
@@ -976,14 +1026,14 @@ const scatters = (name, ofIntegers = name) => ([x, indices, updates], parameters
   const out = make(type.dtype, type.shape);
   copyInto(out, x);
   const combine = COMBINATIONS[isFloat(type.dtype) ? name : ofIntegers];
-  const axes = windowAxes(out, parameters.inserted_window_dims, parameters.operand_batching_dims);
+  const axes = otherAxes(out, parameters.inserted_window_dims, parameters.operand_batching_dims);
   const shape = parameters.update_window_dims.map((axis) => updates.shape[axis]);
   const sizes = out.shape.map(() => 1);
   axes.forEach((axis, k) => { sizes[axis] = shape[k]; });
   const target = view(out, shape, axes.map((axis) => out.strides[axis]));
   const update = view(updates, shape, parameters.update_window_dims.map((axis) => updates.strides[axis]));
   const options = {
-    batchAxes: windowAxes(updates, parameters.update_window_dims),
+    batchAxes: otherAxes(updates, parameters.update_window_dims),
     indexMap: parameters.scatter_dims_to_operand_dims,
     batching: parameters.operand_batching_dims,
     indexBatching: parameters.scatter_indices_batching_dims,
@@ -1011,7 +1061,7 @@ const scatters = (name, ofIntegers = name) => ([x, indices, updates], parameters
 
 // --- the table -----------------------------------------------------------------------------------
 
-const primitives = {
+const elementByElement = {
   abs: either1(unary(Math.abs), always(unary(Math.abs))),
   acos: each1(unary(Math.acos)),
   acosh: each1(unary(Math.acosh)),
@@ -1019,7 +1069,6 @@ const primitives = {
   asinh: each1(unary(Math.asinh)),
   atan: each1(unary(Math.atan)),
   atanh: each1(unary(Math.atanh)),
-  bitcast_convert_type: bitcast,
   cbrt: each1(unary(Math.cbrt)),
   ceil: each1(unary(Math.ceil)),
   convert_element_type: ([x], {dtype}, [type]) => map1(conversion(x.dtype, dtype), type, x),
@@ -1099,6 +1148,12 @@ const primitives = {
   shift_right_logical: ([a, b], parameters, [type]) =>
     map2(shiftRightLogical(a.dtype), type, a, b),
   sub: each2(KERNELS.sub),
+  xor: each2(binary((a, b) => a ^ b)),
+};
+
+const primitives = {
+  ...elementByElement,
+  bitcast_convert_type: bitcast,
   threefry2x32: (operands, parameters, types) => {
     const [key0, key1, x0, x1] = operands.map((x) => numbersOf(broadcast(x, types[0].shape)));
     const outs = types.map((type) => make(type.dtype, type.shape));
@@ -1112,8 +1167,6 @@ const primitives = {
     }
     return outs;
   },
-  xor: each2(binary((a, b) => a ^ b)),
-
   broadcast_in_dim: broadcastInDim,
   concatenate,
   dynamic_slice: dynamicSlice,
@@ -1218,7 +1271,9 @@ function load(program, weights = {}) {
     if (name in weights) fixed[number] = weights[name];
   }
   const operations = [];
-  const machine = {types, inputs, outputs: program.outputs, fixed, operations, plans: new Map()};
+  const made = program.operations.filter(([name]) => !VIEWS.has(name)).flatMap((each) => each[2]);
+  const size = made.reduce((total, number) => total + sizeOf(types[number].shape), 0);
+  const machine = {types, inputs, outputs: program.outputs, fixed, operations, plans: new Map(), size};
   fixed.forEach((x) => { x.store.uses = Infinity; });
   for (const [name, read, made, parameters] of program.operations) {
     const operation = {name, read, made, parameters, types: made.map((number) => types[number])};
@@ -1230,25 +1285,39 @@ function load(program, weights = {}) {
     }
   }
   machine.run = (given, names) => runMachine(machine, given, names);
+  machine.update = (given, names) => updateMachine(machine, given, names);
   return machine;
 }
 
 function apply(operation, values) {
+  const operands = operation.read.map((number) => values[number]);
+  withResults(operation, operands, operation.types, (results) => {
+    results.forEach((result, k) => hold(values, operation.made[k], result));
+  });
+}
+
+// Gives the results of an operation to `use`, and then frees what has been made and isn't held.
+function withResults(operation, operands, types, use) {
   const outer = madeNow;
   madeNow = [];
-  const operands = operation.read.map((number) => values[number]);
-  let results = primitives[operation.name](operands, operation.parameters, operation.types);
+  let results = primitives[operation.name](operands, operation.parameters, types);
   if (!Array.isArray(results)) results = [results];
   results.forEach((result, k) => {
-    const {dtype} = operation.types[k];
+    const {dtype} = types[k];
     if (dtype === "bfloat16" || dtype === "float16") roundAll(result, dtype);
-    values[operation.made[k]] = result;
-    result.store.uses++;
   });
+  use(results);
   for (const store of madeNow) {
     if (store.uses === 0) release(store);
   }
   madeNow = outer;
+}
+
+function hold(values, number, x) {
+  const before = values[number];
+  values[number] = x;
+  x.store.uses++;
+  if (before && --before.store.uses === 0) release(before.store);
 }
 
 // What an operation has computed, rather than moved, may have more digits than its dtype.
@@ -1284,16 +1353,7 @@ function planFor(machine, names) {
 // Runs a program for arrays by name; returns its outputs, or those of some names alone.
 function runMachine(machine, given, names = Object.keys(machine.outputs)) {
   const values = [...machine.fixed];
-  for (const [name, number] of machine.inputs) {
-    if (machine.fixed[number]) continue;
-    const x = given[name];
-    const {dtype, shape} = machine.types[number];
-    if (!x || x.dtype !== dtype || x.shape.join() !== shape.join()) {
-      throw new Error(`the input ${name} must be ${dtype} of shape [${shape}]`);
-    }
-    values[number] = x;
-    x.store.uses++;
-  }
+  for (const [number, x] of inputsOf(machine, given)) hold(values, number, x);
   for (const {operation, ends} of planFor(machine, names)) {
     apply(operation, values);
     for (const number of ends) {
@@ -1302,6 +1362,25 @@ function runMachine(machine, given, names = Object.keys(machine.outputs)) {
       if (--store.uses === 0) release(store);
     }
   }
+  return outputsOf(machine, values, names);
+}
+
+// The arrays that a caller gives, with the numbers of their values.
+function inputsOf(machine, given) {
+  const inputs = [];
+  for (const [name, number] of machine.inputs) {
+    if (machine.fixed[number]) continue;
+    const x = given[name];
+    const {dtype, shape} = machine.types[number];
+    if (!x || x.dtype !== dtype || x.shape.join() !== shape.join()) {
+      throw new Error(`the input ${name} must be ${dtype} of shape [${shape}]`);
+    }
+    inputs.push([number, x]);
+  }
+  return inputs;
+}
+
+function outputsOf(machine, values, names) {
   const outputs = {};
   for (const name of names) outputs[name] = values[machine.outputs[name]];
   return outputs;
@@ -1316,7 +1395,324 @@ function runInner(program, operands) {
   return Object.keys(program.outputs).map((name) => outputs[name]);
 }
 
-return {array, numbersOf, decode, fromBytes, load, primitives, sizeOf};
+// --- what differs from the last run ----------------------------------------------------------------
+//
+// A part of an array is a box: [first, end] along each axis. Each value that differs says where, and
+// an operation then computes the part of its result that depends on it. What comes out equal goes no
+// further: a causal mask lets nothing of a letter pass to the rows before it.
+
+const wholeBox = (shape) => shape.map((size) => [0, size]);
+const isWhole = (box, shape) =>
+  box.every(([first, end], axis) => first === 0 && end === shape[axis]);
+const sizesOf = (box) => box.map(([first, end]) => end - first);
+const partIn = (x, box) => partOf(x, box.map(([first]) => first), sizesOf(box));
+
+// The smallest box that has two boxes in it, each of which may be missing.
+function joinBoxes(box, other) {
+  if (!box || !other) return box ?? other;
+  return box.map(([first, end], axis) =>
+    [Math.min(first, other[axis][0]), Math.max(end, other[axis][1])]);
+}
+
+// Copies an array into one of the same shape; returns the box of what differed, or null.
+function overwrite(target, x) {
+  const {shape} = x;
+  const last = shape.length - 1;
+  const n = last < 0 ? 1 : shape[last];
+  const rows = n === 0 ? 0 : sizeOf(shape) / n;
+  const [to, from] = last < 0 ? [1, 1] : [target.strides[last], x.strides[last]];
+  const box = shape.map((size) => [size, 0]);
+  let differs = false;
+  const include = (axis, first, end) => {
+    box[axis][0] = Math.min(box[axis][0], first);
+    box[axis][1] = Math.max(box[axis][1], end);
+  };
+  const a = bitsOf(target.data);
+  const b = bitsOf(x.data);
+  const indices = shape.slice(0, -1).map(() => 0);
+  for (let row = 0; row < rows; row++) {
+    let p = target.offset;
+    let i = x.offset;
+    indices.forEach((index, axis) => {
+      p += index * target.strides[axis];
+      i += index * x.strides[axis];
+    });
+    const first = firstDifference(a, p, to, b, i, from, n);
+    if (first < n) {
+      const behind = firstDifference(a, p + (n - 1) * to, -to, b, i + (n - 1) * from, -from, n);
+      copyRun(a, p, to, b, i, from, n);
+      differs = true;
+      indices.forEach((index, axis) => include(axis, index, index + 1));
+      if (last >= 0) include(last, first, n - behind);
+    }
+    for (let axis = last - 1; axis >= 0; axis--) {
+      if (++indices[axis] < shape[axis]) break;
+      indices[axis] = 0;
+    }
+  }
+  return differs ? box : null;
+}
+
+// The bits of numbers, of which a NaN equals itself and 0 isn't -0.
+function bitsOf(data) {
+  if (!(data instanceof Float32Array)) return data;
+  return new Uint32Array(data.buffer, data.byteOffset, data.length);
+}
+
+function firstDifference(a, p, to, b, i, from, n) {
+  for (let k = 0; k < n; k++, p += to, i += from) {
+    if (a[p] !== b[i]) return k;
+  }
+  return n;
+}
+
+// For each operand of an operation and each axis of the results, the axis of the operand that it goes
+// along: an entry of the result depends on those at the same place there. It is null if there is none.
+const sameAxes = ({types: [{shape}]}, operands) =>
+  operands.map((x) => shape.map((size, axis) => x.shape[axis] === size ? axis : null));
+const withoutAxis = (axisOf) => (operation, operands) => {
+  const axis = axisOf(operation.parameters, operands[0]);
+  return operands.map((x) => x.shape.map((_, other) => other === axis ? null : other));
+};
+const keptAxes = ({parameters: {axes}}, [x]) => [otherAxes(x, axes)];
+function axesOfProduct({parameters}, [a, b]) {
+  const {left, right, left_batch: leftBatch, right_batch: rightBatch} = parameters;
+  const leftFree = otherAxes(a, left, leftBatch);
+  const rightFree = otherAxes(b, right, rightBatch);
+  return [
+    [...leftBatch, ...leftFree, ...rightFree.map(() => null)],
+    [...rightBatch, ...leftFree.map(() => null), ...rightFree],
+  ];
+}
+function axesOfBroadcast({parameters: {broadcast_dimensions: dimensions}, types: [{shape}]}, [x]) {
+  return [shape.map((size, axis) => {
+    const k = dimensions.indexOf(axis);
+    return k >= 0 && x.shape[k] === size ? k : null;
+  })];
+}
+
+const ALONG = {
+  argmax: keptAxes,
+  argmin: keptAxes,
+  broadcast_in_dim: axesOfBroadcast,
+  dot_general: axesOfProduct,
+  sort: withoutAxis(({dimension}) => dimension),
+  top_k: withoutAxis((parameters, x) => x.shape.length - 1),
+  transpose: ({parameters: {permutation}}) => [permutation],
+};
+for (const name of Object.keys(elementByElement)) ALONG[name] = sameAxes;
+for (const name of ["cummax", "cummin", "cumprod", "cumsum"]) {
+  ALONG[name] = withoutAxis(({axis}) => axis);
+}
+for (const name of ["and", "max", "min", "or", "prod", "sum", "xor"]) {
+  ALONG[`reduce_${name}`] = keptAxes;
+}
+
+// The box of a part that moves to another place, for each result.
+const MOVED = {
+  reshape: (box, {types}, [x]) => [reshapedBox(box, x.shape, types[0].shape)],
+  slice: (box, {parameters: {start_indices: starts, strides: steps}, types: [{shape}]}) =>
+    [cutBox(box, starts, steps ?? starts.map(() => 1), shape)],
+  split: (box, {parameters: {axis}, types}) => {
+    let start = 0;
+    return types.map(({shape}) => {
+      const starts = shape.map((_, other) => other === axis ? start : 0);
+      start += shape[axis];
+      return cutBox(box, starts, shape.map(() => 1), shape);
+    });
+  },
+};
+MOVED.squeeze = MOVED.reshape;
+const VIEWS = new Set([...Object.keys(MOVED), "broadcast_in_dim", "transpose"]);
+
+function cutBox(box, starts, steps, shape) {
+  const cut = box.map(([first, end], axis) => [
+    Math.max(0, Math.ceil((first - starts[axis]) / steps[axis])),
+    Math.min(shape[axis], Math.floor((end - 1 - starts[axis]) / steps[axis]) + 1),
+  ]);
+  return cut.every(([first, end]) => first < end) ? cut : null;
+}
+
+// Axes are joined and divided in groups of equal size. Of a group's places in order, the box has all
+// from the first to the last.
+function reshapedBox(box, shape, newShape) {
+  if (sizeOf(shape) === 0) return wholeBox(newShape);
+  const newBox = [];
+  let axis = 0;
+  while (newBox.length < newShape.length) {
+    const start = axis;
+    const newStart = newBox.length;
+    let newEnd = newStart + 1;
+    let size = 1;
+    let newSize = newShape[newStart];
+    while (size !== newSize) {
+      if (size < newSize) size *= shape[axis++];
+      else newSize *= newShape[newEnd++];
+    }
+    const strides = denseStrides(shape.slice(start, axis));
+    let first = 0;
+    let last = 0;
+    strides.forEach((stride, k) => {
+      first += box[start + k][0] * stride;
+      last += (box[start + k][1] - 1) * stride;
+    });
+    const newStrides = denseStrides(newShape.slice(newStart, newEnd));
+    let isOne = true;  // the places so far are at one index of each axis
+    newStrides.forEach((stride, k) => {
+      const from = Math.floor(first / stride);
+      const to = Math.floor(last / stride);
+      newBox.push(isOne ? [from, to + 1] : [0, newShape[newStart + k]]);
+      if (from !== to) isOne = false;
+      first -= from * stride;
+      last -= to * stride;
+    });
+  }
+  return newBox;
+}
+
+// What an operation must compute again if an operand differs in a box: the box of its results.
+function boxOfResults(operation, operands, box, k) {
+  const {shape} = operation.types[0];
+  operation.along ??= ALONG[operation.name]?.(operation, operands) ?? NOWHERE;
+  if (operation.along === NOWHERE) return wholeBox(shape);
+  return shape.map((size, axis) => {
+    const from = operation.along[k][axis];
+    return from === null ? [0, size] : box[from];
+  });
+}
+const NOWHERE = [];  // of an operation that isn't in ALONG
+
+// The boxes of results to be computed again. A product of rows and columns that differ has two, since
+// the smallest one around both is the whole.
+function boxesToCompute(operation, operands, changes) {
+  const boxes = [];
+  changes.forEach((box, k) => {
+    if (box) boxes.push(boxOfResults(operation, operands, box, k));
+  });
+  return operation.name === "dot_general" ? boxes : [boxes.reduce(joinBoxes)];
+}
+
+// The part of an operand that a box of the results depends on.
+function partFor(x, along, box) {
+  const needed = wholeBox(x.shape);
+  along.forEach((axis, ofResults) => {
+    if (axis !== null) needed[axis] = box[ofResults];
+  });
+  return partIn(x, needed);
+}
+
+// As runMachine, but it keeps all values, and what differs from the last run is computed alone.
+function updateMachine(machine, given, names = Object.keys(machine.outputs)) {
+  machine.kept ??= keptOf(machine);
+  const {kept} = machine;
+  for (const [number, x] of inputsOf(machine, given)) {
+    const before = kept.values[number];
+    const own = before ?? make(x.dtype, x.shape);
+    const box = overwrite(own, x);
+    if (!before) hold(kept.values, number, own);
+    else if (box) noteChange(kept, number, box);
+  }
+  try {
+    for (const {operation} of planFor(machine, names)) refresh(kept, operation);
+  } catch (error) {  // such as that of too little memory, which leaves the values half-way
+    machine.kept = null;
+    throw error;
+  }
+  return outputsOf(machine, kept.values, names);
+}
+
+// `changes` has, for each operation that has been computed, where each operand differs since then.
+function keptOf(machine) {
+  const readers = machine.types.map(() => []);
+  for (const operation of machine.operations) {
+    operation.read.forEach((number, k) => readers[number].push([operation, k]));
+  }
+  return {values: [...machine.fixed], readers, changes: new Map(), owners: new Set()};
+}
+
+function noteChange({readers, changes}, number, box) {
+  for (const [operation, k] of readers[number]) {
+    const noted = changes.get(operation);
+    if (noted) noted[k] = joinBoxes(noted[k], box);
+  }
+}
+
+function refresh(kept, operation) {
+  const changes = kept.changes.get(operation);
+  if (changes && !changes.some((box) => box)) return;
+  const operands = operation.read.map((number) => kept.values[number]);
+  kept.changes.set(operation, operands.map(() => null));
+  if (!changes) computeFirst(kept, operation, operands);
+  else if (!kept.owners.has(operation)) moveAgain(kept, operation, operands, changes);
+  else computeAgain(kept, operation, operands, changes);
+}
+
+// An operation owns its results if it has made them, rather than views of its operands.
+function computeFirst(kept, operation, operands) {
+  withResults(operation, operands, operation.types, (results) => {
+    results.forEach((result, k) => hold(kept.values, operation.made[k], result));
+    if (results.every(({store}) => madeNow.includes(store))) kept.owners.add(operation);
+  });
+}
+
+function moveAgain(kept, operation, operands, changes) {
+  let boxes = operation.types.map(({shape}) => wholeBox(shape));
+  if (operation.name in MOVED) boxes = MOVED[operation.name](changes[0], operation, operands);
+  else if (operation.name in ALONG) boxes = boxesToCompute(operation, operands, changes);
+  withResults(operation, operands, operation.types, (results) => {
+    results.forEach((result, k) => {
+      hold(kept.values, operation.made[k], result);
+      if (boxes[k]) noteChange(kept, operation.made[k], boxes[k]);
+    });
+  });
+}
+
+function computeAgain(kept, operation, operands, changes) {
+  const {shape} = operation.types[0];
+  const boxes = boxesToCompute(operation, operands, changes);
+  if (boxes.some((box) => isWhole(box, shape))) computeWhole(kept, operation, operands);
+  else for (const box of boxes) computePart(kept, operation, operands, box);
+}
+
+function computeWhole(kept, operation, operands) {
+  withResults(operation, operands, operation.types, (results) => {
+    results.forEach((result, k) => {
+      const number = operation.made[k];
+      const before = kept.values[number];
+      if (madeNow.includes(result.store) && differsAtBothEnds(before, result)) {
+        hold(kept.values, number, result);
+        noteChange(kept, number, wholeBox(result.shape));
+        return;
+      }
+      const differing = overwrite(before, result);
+      if (differing) noteChange(kept, number, differing);
+    });
+  });
+}
+
+// Then no smaller box has all that differs, and there is nothing to look for.
+function differsAtBothEnds(x, y) {
+  const last = sizeOf(x.shape) - 1;  // both are dense
+  return !Object.is(x.data[x.offset], y.data[y.offset])
+    && !Object.is(x.data[x.offset + last], y.data[y.offset + last]);
+}
+
+function computePart(kept, operation, operands, box) {
+  const parts = operands.map((x, k) => partFor(x, operation.along[k], box));
+  const shape = sizesOf(box);
+  const types = operation.types.map(({dtype}) => ({dtype, shape}));
+  withResults(operation, parts, types, (results) => {
+    results.forEach((result, k) => {
+      const number = operation.made[k];
+      const differing = overwrite(partIn(kept.values[number], box), result);
+      if (!differing) return;
+      noteChange(kept, number, differing.map((range, axis) =>
+        range.map((place) => place + box[axis][0])));
+    });
+  });
+}
+
+return {array, copyOf, isFinite, isSame, numbersOf, decode, fromBytes, load, primitives, sizeOf};
 })();
 
 if (typeof module !== "undefined") module.exports = interpreter;

@@ -11,6 +11,7 @@
 //             block returns at a position for other tokens, of which those after it don't matter
 //   gradient  whether each array gets `gradient` beside `values`: that of the text's loss for it; or
 //             of the loss of one token, for a position after the first
+//   hidden    the paths of arrays whose `values` are null
 //   ranked    whether the record gets `ranked`: all candidates and their log probabilities at each
 //             depth and position, {most, tokens, logs}, of which there are `most` in a row
 //
@@ -22,6 +23,8 @@
 function createModel(description, weights, interpreter) {
 
 const {heads, width, blocks, layers} = description;
+// The most numbers of a pass that are kept for the next one: 400 MB.
+const MOST_KEPT = 1e8;
 const machines = new Map();
 let last = {};  // the unchanged pass over the last text, which a changed one is compared with
 
@@ -72,11 +75,13 @@ function inputsFor(tokens, length, changes, streams) {
   };
 }
 
-// Runs the program for `time` tokens, which may be longer than a text needs.
+// Runs the program for `time` tokens, which may be longer than a text needs. The outputs are to be
+// read before the next run.
 function run(tokens, changes, streams, names, time = tokens.length) {
   const {machine, program} = machineFor(time, "forward");
   const given = inputsFor(tokens, program.length, changes, streams);
-  return {outputs: machine.run(given, names), program};
+  const keeps = machine.size <= MOST_KEPT;
+  return {outputs: keeps ? machine.update(given, names) : machine.run(given, names), program};
 }
 
 const PREDICTIONS = ["candidates", "log_probabilities", "next_log_probabilities"];
@@ -104,7 +109,8 @@ function streamsFor({patch}, time) {
     streams.dtype, streams.shape, Float32Array.from(interpreter.numbersOf(streams)));
 }
 
-function compute({tokens, prompt = tokens.length, changes = {}, gradient = false, ranked = false}) {
+function compute(request) {
+  const {tokens, prompt = tokens.length, changes = {}, gradient = false, ranked = false} = request;
   requireFits(tokens);
   let before = null;
   if (isChange(changes)) {
@@ -116,7 +122,7 @@ function compute({tokens, prompt = tokens.length, changes = {}, gradient = false
   }
   const streams = streamsFor(changes, tokens.length);
   const {outputs, program} = run(tokens, changes, streams);
-  const arrays = arraysOf(outputs, program.rows, tokens.length);
+  const arrays = arraysOf(outputs, program.rows, tokens.length, request.hidden ?? []);
   const data = dataOf(tokens, prompt, outputs, arrays, before);
   if (ranked) data.ranked = rankedOf(outputs, tokens.length);
   if (gradient) addGradients(data, gradient, arrays, changes, streams);
@@ -162,15 +168,14 @@ function dataOf(tokens, prompt, outputs, arrays, before) {
     products: null,
     before,
   };
-  data.arrays = arrays.map(({row, values}) => ({
+  data.arrays = arrays.map(({row, part, isHidden}) => ({
     index: row.index,
     name: row.name,
     path: row.path,
     dimensions: row.dimensions,
     sizes: row.sizes,
-    values,
+    values: isHidden ? null : valuesOf(part),
   }));
-  for (const {values} of arrays) requireFinite(values.steps);
   const maps = layers.map((_, layer) => outputs[`attention/${layer}`]);
   if (maps.length) data.attention = triangles(maps, time);
   const factors = (which) => layers.map((_, layer) => outputs[`products/${layer}/${which}`]);
@@ -221,11 +226,9 @@ function predictionsOf(outputs, tokens) {
 
 const whole = (shape, steps) => ({shape, low: 0, step: 1, steps});
 
-function requireFinite(numbers) {
-  for (let i = 0; i < numbers.length; i++) {
-    if (!Number.isFinite(numbers[i])) {
-      throw new Error("the forward pass is not finite: the model has diverged");
-    }
+function requireFinite(x) {
+  if (!interpreter.isFinite(x)) {
+    throw new Error("the forward pass is not finite: the model has diverged");
   }
 }
 
@@ -245,8 +248,9 @@ function triangles(maps, time) {
       }
     }
   }
-  requireFinite(weights);
-  return whole([maps.length, heads, size], weights);
+  const shape = [maps.length, heads, size];
+  requireFinite(interpreter.array("float32", shape, weights));
+  return whole(shape, weights);
 }
 
 // One array of all layers, without padding along the second axis of each.
@@ -265,36 +269,41 @@ function stacked(arrays, time) {
   return whole([arrays.length, rows, time, features], numbers);
 }
 
-// The numbers of an array without padding, with the first axis that grows with the tokens in front.
+// An array without padding, with the first axis that grows with the tokens in front.
 function byToken(x, tokenAxes, time) {
-  const sizes = x.shape.map((size, axis) => tokenAxes.includes(axis) ? time : size);
   const [first] = tokenAxes;
-  const order = [first, ...sizes.map((_, axis) => axis).filter((axis) => axis !== first)];
-  const shape = order.map((axis) => sizes[axis]);
-  const strides = order.map((axis) => x.strides[axis]);
-  const numbers = interpreter.numbersOf({...x, shape, strides});
-  return {sizes, values: whole(shape, Float32Array.from(numbers))};
+  const order = [first, ...x.shape.map((_, axis) => axis).filter((axis) => axis !== first)];
+  const shape = order.map((axis) => tokenAxes.includes(axis) ? time : x.shape[axis]);
+  return {...x, shape, strides: order.map((axis) => x.strides[axis])};
 }
 
-const isEqual = (a, b) => a.length === b.length && a.every((x, i) => Object.is(x, b[i]));
+function valuesOf(x) {
+  const numbers = interpreter.copyOf(x);
+  return whole(x.shape, numbers instanceof Float32Array ? numbers : Float32Array.from(numbers));
+}
+
 const depthOf = (path) => path.split(".").length;
 
 // Each array that grows with the tokens once: one that a module returns unchanged is shown as the
 // result of the outermost such module.
-function arraysOf(outputs, rows, time) {
-  let shown = [];
+function arraysOf(outputs, rows, time, hidden) {
+  let arrays = [];
   rows.forEach((row, index) => {
-    if (!row.token_axes.length) return;
-    const {sizes, values} = byToken(outputs[`arrays/${index}`], row.token_axes, time);
-    const same = shown.find((other) =>
-      isEqual(other.row.sizes, sizes) && isEqual(other.values.steps, values.steps));
+    const {path, token_axes: tokenAxes} = row;
+    if (!tokenAxes.length) return;
+    const x = outputs[`arrays/${index}`];
+    const sizes = x.shape.map((size, axis) => tokenAxes.includes(axis) ? time : size);
+    const part = byToken(x, tokenAxes, time);
+    const same = arrays.find((other) =>
+      other.row.sizes.join() === sizes.join() && interpreter.isSame(other.part, part));
     if (same) {
-      if (depthOf(same.row.path) <= depthOf(row.path)) return;
-      shown = shown.filter((other) => other !== same);  // to get the outermost module's place
+      if (depthOf(same.row.path) <= depthOf(path)) return;
+      arrays = arrays.filter((other) => other !== same);  // to get the outermost module's place
     }
-    shown.push({row: {...row, sizes, index}, values});
+    arrays.push({row: {...row, sizes, index}, part, isHidden: hidden.includes(path)});
   });
-  return shown;
+  for (const {part} of arrays) requireFinite(part);
+  return arrays;
 }
 
 function addGradients(data, of, arrays, changes, streams) {
@@ -311,8 +320,8 @@ function addGradients(data, of, arrays, changes, streams) {
   const outputs = machine.run(given);
   data.loss = interpreter.numbersOf(outputs.loss)[0];
   arrays.forEach(({row}, place) => {
-    const found = byToken(outputs[`arrays/${row.index}`], row.token_axes, tokens.length);
-    data.arrays[place].gradient = found.values;
+    const x = outputs[`arrays/${row.index}`];
+    data.arrays[place].gradient = valuesOf(byToken(x, row.token_axes, tokens.length));
   });
 }
 

@@ -4,7 +4,7 @@
 // Messages to the worker, each with an `id` that its answers repeat, larger than those before it:
 //   {id, load: {description, weights}}   comes first: what model.py and weights.py of jgpt/pictures
 //                                        make, the description as packed JSON
-//   {id, compute: {tokens, prompt, changes, gradient, ranked}, model}    a record: see model.js
+//   {id, compute: {tokens, prompt, changes, gradient, ranked, hidden}, model}   a record: see model.js
 //   {id, write: {tokens, count, changes, seed, temperature, top_k, top_p, min_p}, model}
 //                                        the tokens that follow a text; filters may be missing
 //   {stop: id}                           no more tokens are wanted of the question with this id
