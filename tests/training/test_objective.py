@@ -14,6 +14,7 @@ from flax import nnx
 
 import jgpt
 from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.nn.models import abstract_model
 from jgpt.nn.stacking import model_merger
 from jgpt.training.custom_objective import (
     first_loss,
@@ -24,6 +25,7 @@ from jgpt.training.custom_objective import (
 from jgpt.training.objective import next_token_loss, target_losses
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
+from tests.models import loud
 from tests.quick import only
 
 CONFIG = TrainConfig(
@@ -38,7 +40,7 @@ BIGRAM = dataclasses.replace(
     CONFIG, model=ModelConfig(architecture="bigram", vocab_size=11, block_size=6)
 )
 KEY = dropout_stream(3)
-TOKENS = jnp.arange(6 * 7).reshape(6, 7) ** 2 % 11  # batch window
+TOKENS = jnp.asarray(np.arange(6 * 7).reshape(6, 7) ** 2 % 11)  # batch window
 
 
 def lowered(config: TrainConfig) -> str:
@@ -124,7 +126,7 @@ def test_weights_of_targets_give_the_weighted_mean_in_one_batch_and_in_micro_bat
     assert abs(expected - float(losses.mean())) > 1e-3
 
 
-TEACHER = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(5))
+TEACHER = loud(abstract_model(CONFIG.model))  # each worker imports this, so nothing is compiled
 
 
 def closing_over_a_teacher(config: TrainConfig) -> Any:
