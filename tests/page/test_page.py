@@ -343,6 +343,39 @@ def test_the_numbers_of_a_closed_group_come_when_it_is_opened(default_page, tmp_
     assert errors == []
 
 
+def test_the_lens_and_its_cells_follow_a_text_that_grows_and_shrinks(default_page, tmp_path):
+    look = look_of("default preset")
+    shown = {}
+    with opened(tmp_path / "page.html", default_page) as page:
+        for text in ("ips", "ips/be", "ip"):
+            page.run(f"change({{ prompt: '{text}' }})")
+            shown[text] = page.run(
+                "[lens.named[0], ...lens.cells, lens.named[1]]"
+                ".map(row => row.map(cell => cell.textContent))"
+            )
+            in_order = page.run("[...lens.grid.children].map(each => each.textContent)")
+            names = page.run("lens.rows.map(({ name }) => name.textContent)")
+            expected = []
+            for name, row in zip(names, shown[text], strict=True):
+                expected += [name, *row]
+            assert in_order == expected
+
+    for text, (above, *rows, below) in shown.items():
+        tokens = TOKENIZER.encode(text).tolist()
+        candidates = look(tokens, len(tokens))["candidates"]
+        likeliest = []
+        for row in candidates:
+            likeliest.append([TOKENIZER.decode([best]) for best, *_ in row])
+        assert above == [*text]
+        assert below == [*text[1:], ""]
+        assert [[visible_as(each) for each in row] for row in likeliest] == rows
+
+
+def visible_as(text: str) -> str:
+    """What a page shows of a token."""
+    return text.replace("\n", "⏎").replace(" ", "␣")
+
+
 def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):
     look = look_of("one's own")
     with pytest.raises(ValueError, match="because its tokens have no text: give a prompt"):
