@@ -13,11 +13,19 @@ import jgpt
 from jgpt.pictures.code import code_of
 from jgpt.pictures.numbers import Changes, Look
 from jgpt.user_code import load_code
-from tests.browser import CHROMIUM, Page
+from tests.browser import CHROMIUM, TWO_FRAMES, Page
 from tests.page.test_page import RECORD, opened, page_of
 from tests.page.test_program import TOKENIZER, look_of
 
 TEXT = "ips/bestca"
+# where the answer is, what has the focus, and whether the marked line can be read in its box
+IN_SIGHT = """(() => {
+    const line = document.querySelector(".text.marked");
+    const box = line.closest("pre").getBoundingClientRect();
+    const { top, bottom } = line.getBoundingClientRect();
+    return [$("answer").getBoundingClientRect().top, document.activeElement.id,
+        top >= box.top && bottom <= box.bottom];
+})()"""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -76,6 +84,11 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
         last_row = page.run("flowRows().at(-1).sizes")
         page.run("change({ gradient: false })")
         line = asked(page, "Which line of code")
+        page.run(TWO_FRAMES)
+        answer_top, focused, marked = page.run(IN_SIGHT)
+        page.run("[...$('answer').querySelectorAll('button')].at(-1).onclick()")
+        back_on = page.run("document.activeElement.textContent")
+        verdicts = page.run("[verdict(.5, .51), verdict(.5, .4), verdict(.4, .5)]")
         errors = page.errors
 
     layer = chosen["layer"]
@@ -88,6 +101,7 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     assert f"head {head} of layer {layer}: it takes {share} from" in earlier
     assert f"In head {head} of layer {layer}" in arithmetic
     assert f"Head {head} of layer {layer} is off and adds nothing" in without
+    assert query == time - 1  # the token that was chosen before the question
     switched = look(tokens, time, Changes(heads={(layer, head): 0.0}))
     found = np.reshape(record["log_probabilities"][-1], np.shape(switched["log_probabilities"][-1]))
     np.testing.assert_allclose(found, switched["log_probabilities"][-1], atol=2e-5)
@@ -96,6 +110,15 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     np.testing.assert_allclose(last_row, expected, rtol=1e-3, atol=1e-6)
     assert (last_row[:-2] + last_row[-1:]) == [0] * (time - 1)
     assert "jgpt/nn/attention.py, in attention_weights: “weights = jax.nn.softmax" in line
+    assert 0 <= answer_top < 100
+    assert focused == "answer"
+    assert marked  # its line is in sight, far down in its function
+    assert back_on == "Which line of code made this array?"
+    assert verdicts == [
+        "That is hardly a change: this prediction doesn't need the head.",
+        "So the head helps this prediction.",
+        "So the head holds this prediction down.",
+    ]
     assert errors == []
 
 

@@ -107,7 +107,12 @@ function drawPart(part) {
     return (rows > 1 ? `${row}: ` : "") + line.join("  ");
   });
   numbers.textContent = lines.join("\n");
-  if (!part.code.hasChildNodes()) drawCode(part);
+  if (part.code.hasChildNodes()) return;
+  drawCode(part);
+  const marked = part.code.querySelector(".text.marked");
+  if (!marked) return;
+  const box = marked.closest("pre");
+  box.scrollTop = marked.offsetTop - box.offsetTop - box.clientHeight / 2;
 }
 function drawForward() {
   parts.forEach(drawPart);

@@ -18,31 +18,37 @@ function questions() {
 function buildGuide() {
   $("guide").hidden = Boolean(data.difference);  // an answer is one model's
   $("unit").textContent = unit();
-  const buttons = questions().map(([, textContent, onclick]) =>
-    element("button", { textContent, onclick }));
+  $("piece").textContent = unit() === "letter" ? "a letter, a space or a sign"
+    : "a word or a part of one";
+  if (changed($("answer"), ...tokens)) $("answer").hidden = true;  // it is one of another text
+  const buttons = questions().map(([, textContent, answer]) => {
+    const button = element("button", { textContent });
+    button.onclick = () => {
+      lastQuestion = textContent;
+      return answer();
+    };
+    return button;
+  });
   if (changed($("questions"), ...buttons.map(button => button.textContent))) {
     $("questions").replaceChildren(...buttons);
   }
 }
-/** Put an answer in front of an element, and scroll there. */
+let lastQuestion = null;  // the question that was last answered
+/** Put an answer in front of an element, scroll there, and go on from there with the keyboard. */
 function answerAt(place, sentence, ...buttons) {
   const back = element("button", { textContent: "Back to the questions" });
   back.onclick = () => {
     $("guide").scrollIntoView();
-    $("questions").querySelector("button").focus();
+    const buttons = [...$("questions").children];
+    (buttons.find(button => button.textContent === lastQuestion) ?? buttons[0]).focus();
   };
   $("answer").replaceChildren(element("p", {}, sentence), ...buttons, back);
   place.before($("answer"));
   $("answer").hidden = false;
   $("answer").scrollIntoView({ block: "start" });
+  $("answer").focus({ preventScroll: true });
 }
 
-/** The token whose successor is predicted best, but not at the beginning, which says little. */
-function bestPredicted() {
-  const logs = data.next_log_probabilities[depths];
-  const places = logs.map((_, position) => position).filter(position => position >= time / 4);
-  return places.reduce((best, each) => logs[each] > logs[best] ? each : best, places.at(-1) ?? 0);
-}
 /** The layer, head and earlier token with the largest weight of a query. */
 function strongest(query) {
   let best = { weight: -1 };
@@ -59,22 +65,26 @@ function strongest(query) {
 const share = part => `${(100 * part).toFixed(0)}%`;
 
 function showEarlier() {
-  const query = Math.max(1, bestPredicted());
+  const query = Math.max(1, chosen.query);
   const { layer, head, key, weight: largest } = strongest(query);
   choose({ query, key, layer, head, depth: Infinity });
   const [best] = predictions(depths, query);
   answerAt($("map-title"), `After ${at(query)} the model predicts ${quoted(best.token)}, with the `
     + `probability ${number(best.probability)}. A head of attention takes from earlier ${unit()}s `
-    + `what the prediction needs. The strongest one here is head ${head} of layer ${layer}: it `
-    + `takes ${share(largest)} from ${at(key)}. That is the framed cell; its row is ${at(query)}.`);
+    + `what the prediction may need. The largest weight is in head ${head} of layer ${layer}: it `
+    + `takes ${share(largest)} from ${at(key)}. That is the framed cell; its row is ${at(query)}. `
+    + "The other cells of the row, and the arcs further below, show where this head takes the "
+    + "rest from. A large weight doesn't prove that the prediction needs this head.");
 }
 function showArithmetic() {
   const { query, key, layer, head } = chosen;
   const w = weight(layer, head, query, key);
   answerAt($("why"), `In head ${head} of layer ${layer}, ${at(query)} has a query and ${at(key)} `
-    + "has a key, both vectors. They are multiplied feature by feature, and the products are "
-    + "added and scaled: that is the score. The exponential of the score, divided by the sum of "
-    + `those of all ${unit()}s up to ${at(query)}, is the weight ${number(w)}.`);
+    + "has a key. Both are vectors: lists of numbers, called features, which learned matrices make "
+    + `of what the layer knows of the two ${unit()}s. They are multiplied feature by feature, and `
+    + "the products are added and scaled: that is the score. The exponential of the score, divided "
+    + `by the sum of those of all ${unit()}s that ${at(query)} attends to, is the weight `
+    + `${number(w)}. The table has all products, the largest first: scroll it.`);
 }
 async function switchHeadOff() {
   const { query, layer, head } = chosen;
@@ -83,16 +93,25 @@ async function switchHeadOff() {
   await change({ heads: { ...state.heads, [name]: 0 } });
   choose({ query });
   const i = data.candidates[depths][query].indexOf(was.token);
-  const now = i < 0 ? "is no longer among the likeliest"
-    : `has ${number(Math.exp(data.log_probabilities[depths][query][i]))}`;
+  const probability = i < 0 ? 0 : Math.exp(data.log_probabilities[depths][query][i]);
+  const now = i < 0 ? "is no longer among the likeliest" : `has ${number(probability)}`;
   const on = element("button", { textContent: "Switch it on again" });
   on.onclick = async () => {
     await change({ heads: { ...state.heads, [name]: 1 } });
-    on.remove();
+    answerAt($("effect"), `Head ${head} of layer ${layer} is on again.`);
   };
   answerAt($("effect"), `Head ${head} of layer ${layer} is off and adds nothing. `
     + `${quoted(was.token)} after ${at(query)} had the probability ${number(was.probability)}, `
-    + `and now ${now}. The loss on the whole text stands below: a head that matters raises it.`, on);
+    + `and now ${now}. ${verdict(was.probability, probability)} The loss on the whole text stands `
+    + "below: without a head that matters it is larger.", on);
+}
+/** What a probability with a head, and then without it, says about the head. */
+function verdict(before, after) {
+  if (Math.abs(after - before) < .05) {
+    return "That is hardly a change: this prediction doesn't need the head.";
+  }
+  return after < before ? "So the head helps this prediction."
+    : "So the head holds this prediction down.";
 }
 async function showGradient() {
   const position = chosen.query || time - 1;
@@ -105,6 +124,7 @@ async function showGradient() {
   off.onclick = async () => {
     await change({ gradient: false });
     off.remove();
+    $("answer").focus();
   };
   answerAt($("flow"), `The loss of ${at(position)} is ${data.loss.toFixed(2)} nats: minus the `
     + "logarithm of the probability that the model gave it. Its gradient flows back through the "
@@ -118,7 +138,7 @@ async function showLine() {
   part.group.open = true;
   part.row.open = true;
   if (!part.array.values) await change({});
-  drawPart(part);
+  drawForward();  // all of the group: what is drawn later would push the answer out of sight
   const { file, name, number: line, text } = lineOf(part);
   answerAt(part.row, `The array ${part.array.name} was made by line ${line} of ${file}, in ${name}: `
     + `“${text.trim()}”. Below, this line is marked in its function, with the shape of what each `
