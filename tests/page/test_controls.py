@@ -12,7 +12,7 @@ import jgpt
 from jgpt.pictures.numbers import Changes
 from jgpt.pictures.page import Page as ShownPage
 from jgpt.pictures.page import look_page, make_page, model_page
-from tests.browser import CHROMIUM, Page, shared_browser
+from tests.browser import CHROMIUM, TWO_FRAMES, Page, shared_browser
 from tests.page.test_page import STARTED, said
 from tests.page.test_program import TOKENIZER, look_of
 from tests.runs.test_look import cell_of, json_of, middle_of, unpacked
@@ -211,3 +211,30 @@ def test_a_page_in_a_notebook_computes(chromium, look, tmp_path):
 
     assert chromium.run("heard") == "trac"
     assert chromium.errors == []
+
+
+# the heads whose switches are out of sight at the right, and how far a message leaves its section
+OUT_OF_SIGHT = """
+[...$("switches").querySelectorAll("[type=checkbox]")].filter(each =>
+    each.getBoundingClientRect().right > innerWidth).map(each => each.name)
+"""
+MESSAGE_OVERHANG = """
+$("said").scrollWidth - $("said").closest("section").clientWidth
+"""
+
+
+@pytest.mark.slow
+def test_a_phone_shows_all_heads_a_whole_message_and_the_answer_about_a_line(chromium, path):
+    open_page(chromium, path, 360)
+    chromium.run("$('changes').scrollIntoView()")
+    chromium.run(TWO_FRAMES)
+    out_of_sight = chromium.run(OUT_OF_SIGHT)
+    chromium.run("[...$('questions').children].at(-1).onclick()")
+    chromium.run(TWO_FRAMES)
+    top = chromium.run("$('answer').getBoundingClientRect().top")
+    chromium.run("say('a'.repeat(200), true)")
+    overhang = chromium.run(MESSAGE_OVERHANG)
+
+    assert out_of_sight == []
+    assert 0 <= top < 100
+    assert overhang <= 0
