@@ -266,7 +266,7 @@ def test_micro_batches_are_measured_by_the_compiler():
 
 
 def test_undecided_micro_batches_are_not_trained():
-    with pytest.raises(ValueError, match="micro_batches is 'auto'.*with_micro_batches"):
+    with pytest.raises(ValueError, match=r"micro_batches is 'auto'.*with_micro_batches"):
         training_memory(AUTO)
 
 
