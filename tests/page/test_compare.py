@@ -22,7 +22,7 @@ from tests.browser import CHROMIUM, Page
 from tests.models import loud, random_model
 from tests.page.test_controls import UNNAMED, open_page
 from tests.page.test_model import assert_same_record
-from tests.page.test_page import FIRST, PATCH, changed, opened, said
+from tests.page.test_page import FIRST, LINK, PATCH, changed, opened, said
 from tests.page.test_program import TOKENIZER, look_of
 from tests.runs.test_look import middle_of, unpacked
 
@@ -209,7 +209,7 @@ def test_what_is_shown_is_chosen_by_key_or_click_and_a_link_holds_it(tmp_path):
         by_key = page.run("state.shown")
         page.click(*middle_of(page, "$('shown').querySelectorAll('label')[2]"))
         page.run("asking")
-        link = page.run("location.href")
+        link = page.run(LINK)
         open_page(page, link)
         restored = page.run("[state.shown, data.difference]")
         checked = page.run("[...$('shown').querySelectorAll('input')].map(each => each.checked)")

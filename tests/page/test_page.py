@@ -245,7 +245,7 @@ def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_pa
     assert text == found["text"] == TOKENIZER.decode(found["tokens"])
     assert shown == list(range(4, 4 + count))  # each as it comes
     assert sentence.startswith(f"{count} tokens, ")
-    assert sentence.endswith(" a second, with seed 7")
+    assert sentence.endswith(" a second, with seed 7. The text is now as long as a page shows")
 
 
 def test_what_is_typed_ends_writing_and_stays(default_page, tmp_path):
@@ -293,23 +293,61 @@ def test_the_backward_pass_is_shown_in_place_of_the_numbers(tmp_path):
     assert not np.allclose(values["steps"], shown_before)
 
 
-def test_a_link_holds_what_was_changed(default_page, tmp_path):
+LINK = "(putInAddress(), location.href)"
+"""The link to a page as it is, for which a reader waits a moment."""
+
+
+def test_a_link_holds_what_was_changed_and_chosen(default_page, tmp_path):
     path = tmp_path / "page.html"
     with opened(path, default_page) as page:
         before = changed(
             page, prompt="ips/be", heads={"0.1": 0}, patch={**PATCH, "prompt": "tests!"}
         )
-        link = page.run("location.href")
+        page.run("choose({ query: 2, key: 1, layer: 1, head: 1 })")
+        link = page.run(LINK)
         page.run("change(restored({}))")
         assert json.loads(page.run(RECORD)) != before
+        assert page.run("chosen.query") != 2
         page.open("about:blank")
         page.open(link)
         page.run(STARTED)
         page.run(OPEN_GROUPS)
 
         assert json.loads(page.run(RECORD)) == before
+        assert page.run("[chosen.query, chosen.key, chosen.layer, chosen.head]") == [2, 1, 1, 1]
         assert "JAX" not in said(page, "closeness")  # which has computed the first text alone
         assert page.errors == []
+
+
+def test_a_link_that_someone_made_up_chooses_what_there_is(default_page, tmp_path):
+    out_of_range = {"chosen": {"query": 10**9, "head": -3, "layer": "<b>", "toString": 1}}
+    with opened(tmp_path / "page.html", default_page) as page:
+        last = page.run("time - 1")
+        chosen = []
+        for link in (out_of_range, {"chosen": "query"}, {"chosen": None}, None, 7):
+            page.run("choose({ query: 0, layer: 0, head: 0 })")
+            page.run(f"location.hash = encodeURIComponent({json.dumps(json.dumps(link))})")
+            page.run("new Promise(done => setTimeout(done, 50))")
+            page.run("asking")
+            chosen.append(page.run("[chosen.query, chosen.layer, chosen.head]"))
+        kind = page.run("typeof chosen.toString")
+        errors = page.errors
+
+    assert chosen == [[last, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert kind == "function"
+    assert errors == []
+
+
+def test_the_address_follows_after_a_moment(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        page.run("new Promise(done => setTimeout(done, 500))")
+        page.run("choose({ query: 1 })")
+        at_once = page.run("inAddress().chosen.query")
+        page.run("new Promise(done => setTimeout(done, 500))")
+        later = page.run("inAddress().chosen.query")
+
+    assert at_once != 1
+    assert later == 1
 
 
 def test_the_numbers_of_a_closed_group_come_when_it_is_opened(default_page, tmp_path):

@@ -83,5 +83,6 @@ function choose(changes) {
   chosen.head = clamp(chosen.head, 0, heads - 1);
   chosen.depth = clamp(chosen.depth, 0, depths);
   draw();
+  if (state) putInAddressSoon();
 }
 const goTo = position => ({ query: position, key: position });

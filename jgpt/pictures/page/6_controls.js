@@ -1,7 +1,7 @@
 // The controls: what is changed goes to the worker, and its numbers come back. The address has all
-// of it
+// of it, and what is chosen
 
-let first, state, asking, again, writing;
+let first, state, asking, again, writing, addressing;
 
 /** What the dials leave of the candidates, with probabilities. */
 function filtered(candidates) {
@@ -32,15 +32,23 @@ function say(text, wrong = false) {
 /** Change the state and ask for its numbers; while a request is out, the newest state waits. */
 async function change(changes) {
   state = { ...state, ...changes };
-  putInAddress();
+  putInAddressSoon();
   again = true;
   asking ??= askAgain().finally(() => { asking = null; });
   return asking;
 }
-/** Put the state into the address, if there is one: a frame in a notebook has none. */
+/** Put the state into the address when nothing has changed for a moment: Safari refuses more than a
+ *  hundred addresses in half a minute, and typing is faster. */
+function putInAddressSoon() {
+  clearTimeout(addressing);
+  addressing = setTimeout(putInAddress, 300);
+}
+/** Put the state and what is chosen into the address, if there is one: a frame in a notebook has
+ *  none. */
 function putInAddress() {
   if (location.protocol === "about:") return;
-  history.replaceState(history.state, "", `#${encodeURIComponent(JSON.stringify(state))}`);
+  const link = JSON.stringify({ ...state, chosen });
+  history.replaceState(history.state, "", `#${encodeURIComponent(link)}`);
 }
 async function askAgain() {
   const slow = setTimeout(say, 1000, "the model computes");
@@ -83,7 +91,8 @@ function buildSwitches() {
     const input = element("input", { type, kind, name, ariaLabel, min: 0, max: 2, step: .1 });
     input.oninput = () => {
       const factor = Number(type === "range" ? input.value : input.checked);
-      change({ [kind]: { ...state[kind], [name]: factor } });
+      const { [name]: _, ...others } = state[kind];
+      change({ [kind]: factor === 1 ? others : { ...others, [name]: factor } });
     };
     return input;
   };
@@ -158,21 +167,36 @@ function startComputing(found) {
   $("sample").onclick = () => write(drawToken());
   $("write").onclick = writeOn;
   $("reset").onclick = () => change(restored({ shown: state.shown }));
-  addEventListener("hashchange", () => change(restored(inAddress())));
-  state = restored(inAddress());
+  addEventListener("hashchange", openLink);
+  const link = inAddress();
+  state = restored(link);
   startComparing(found.models);
   if (found.training) startTraining(found.training);
-  startWorker(found).then(restorePlace);
+  startWorker(found).then(() => {
+    choose(placeIn(link));
+    restorePlace();
+  });
+}
+/** Show what another link to this page holds. */
+async function openLink() {
+  const link = inAddress();
+  await change(restored(link));
+  choose(placeIn(link));
 }
 function inAddress() {
   try {
-    return JSON.parse(decodeURIComponent(location.hash.slice(1)));
+    return JSON.parse(decodeURIComponent(location.hash.slice(1))) ?? {};
   } catch {
     return {};  // an address without a state
   }
 }
+/** What a link chooses: whole numbers, whatever else was written into it. */
+function placeIn({ chosen: place }) {
+  const isPlace = ([name, value]) => Object.hasOwn(chosen, name) && Number.isInteger(value);
+  return Object.fromEntries(Object.entries(place ?? {}).filter(isPlace));
+}
 /** A state that lacks nothing, in the controls too. */
-function restored(given) {
+function restored({ chosen: _, ...given }) {
   const none = { heads: {}, blocks: {}, patch: null, gradient: false, shown: 0 };
   const found = { prompt: first.text, ...none, ...given };
   if (first.models.length === 1 || !SHOWN.includes(found.shown)) found.shown = 0;

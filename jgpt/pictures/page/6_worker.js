@@ -140,7 +140,9 @@ function tokensOf(text) {
   return written?.text === text ? written.tokens : tokenizer.encode(text);
 }
 function stopWriting() {
-  if (writing) worker.postMessage({ stop: written.id });
+  if (!writing) return;
+  written.isStopped = true;
+  worker.postMessage({ stop: written.id });
 }
 /** What the dials say of sampling. */
 function dials() {
@@ -190,7 +192,8 @@ async function writeOnInWorker() {
   }
   showWritten();
   await change({ prompt: written.text });
-  say(`${count} tokens, ${Math.round(count / seconds)} a second, with seed ${seed}`);
+  const end = written.isStopped ? "" : ". The text is now as long as a page shows";
+  say(`${count} tokens, ${Math.round(count / seconds)} a second, with seed ${seed}${end}`);
 }
 function hearToken(token) {
   written.tokens.push(token);
