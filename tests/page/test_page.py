@@ -212,6 +212,7 @@ def test_a_patch_that_doesn_t_fit_is_said_beside_it_and_can_be_removed(default_p
         page.run("asking")
         assert json.loads(page.run(RECORD)) == before
         assert page.run("$('unpatch').hidden && $('patch').disabled")
+        assert page.run("document.activeElement.id") == "patch-prompt"
         assert page.errors == []
 
 
@@ -445,14 +446,16 @@ def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
 def test_a_token_is_written_from_the_bars(tmp_path):
     with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
         changed(page, prompt="ips")
-        page.run("choose(goTo(2)); $('bars').querySelector('button').click()")
+        page.run("choose(goTo(2)); $('bars').children[0].focus(); document.activeElement.click()")
         page.run("asking")
         found = json.loads(page.run(RECORD))
+        focused = page.run("[...$('bars').children].indexOf(document.activeElement)")
 
     before = found["tokens"][:3]
     assert TOKENIZER.decode(before) == "ips"
     likeliest = look_of("one's own")(before, 3)["candidates"][-1][2][0]
     assert found["tokens"] == [*before, likeliest]
+    assert focused == 0
 
 
 def test_the_worker_of_a_page_writes_the_tokens_of_generate(tmp_path):

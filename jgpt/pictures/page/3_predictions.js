@@ -164,6 +164,7 @@ function drawBars() {
   $("bars-title").textContent = `After ${at(query)}${readAt}`;
   $("bars-legend").textContent = next ? "framed: the token that came next"
     : writes ? "choose a token to write it" : "";
+  const focused = [...$("bars").children].indexOf(document.activeElement);
   $("bars").replaceChildren(...rows.map(({ token, probability }) => {
     const i = before ? before.candidates[query].indexOf(token) : -1;
     const was = i < 0 ? "" : ` (was ${number(Math.exp(before.log_probabilities[query][i]))})`;
@@ -174,4 +175,5 @@ function drawBars() {
       element("span", { className: "bar", style: `width: ${100 * probability / largest}%` }),
       element("span", { className: came }, number(probability) + was));
   }));
+  $("bars").children[focused]?.focus({ preventScroll: true });  // who writes by key goes on there
 }

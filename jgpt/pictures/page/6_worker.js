@@ -114,6 +114,7 @@ function startPatch() {
   $("patch-prompt").oninput = enable;
   $("unpatch").onclick = () => {
     $("patch-prompt").value = "";
+    $("patch-prompt").focus();  // the button goes
     enable();
     change({ patch: null });
   };
