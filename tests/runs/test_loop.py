@@ -950,7 +950,7 @@ def test_the_utilisation_is_that_of_all_devices(small_run, out, monkeypatch, mes
     class Made(Exception):
         pass
 
-    def logger(config, run, trackers, *, training_tokens, devices, report):
+    def logger(config, run, trackers, *, training_tokens, shares, devices, report):
         raise Made(devices)
 
     monkeypatch.setattr(fit_module, "MetricsLogger", logger)
