@@ -105,6 +105,13 @@ def test_three_questions_are_answered_by_clicking(opened, look):
     opened.run(SETTLED)
     assert opened.run("data.before") is None
 
+    switched = []
+    for _ in range(2):  # off and on again, of which nothing stays in the link
+        opened.click(*middle_of(opened, "document.querySelector('[name=\"1.2\"]')"))
+        opened.run(SETTLED)
+        switched.append(opened.run("state.heads"))
+    assert switched == [{"1.2": 0}, {}]
+
 
 def mean_loss(data):
     return -np.mean(data["next_log_probabilities"][-1])
