@@ -21,6 +21,9 @@ PROMPT_TOKENS = 32
 SECONDS_UNTIL_SAID = 1.0
 """The time in which the last page may come without a word about it."""
 SECONDS_TO_END = 5.0
+PROGRAM = "import gc; gc.disable(); from jgpt.pictures.training_page import main; main()"
+"""Collections are off while the process imports, and until it has prepared the page: they took a
+fifth of its time, which training wants."""
 
 
 class PageProgress(ConsoleProgress):
@@ -45,7 +48,7 @@ class PageProgress(ConsoleProgress):
             process_group = None
         self._page = subprocess.Popen(
             # -P: without it, a secrets.py in the working directory would be run
-            [sys.executable, "-P", "-m", "jgpt.pictures.training_page"],
+            [sys.executable, "-P", "-c", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -124,13 +124,24 @@ def importing() -> Iterator[Any]:
         erase = (ControlType.ERASE_IN_LINE, 2)
         console.control(Control(ControlType.CARRIAGE_RETURN, erase, ControlType.SHOW_CURSOR))
 
-    with exit_when_interrupted(tidy), spinner(console, "importing JAX") as status:
+    importing_jax = spinner(console, "importing JAX")
+    with exit_when_interrupted(tidy), _without_collections(), importing_jax as status:
         from jgpt.hardware import current_platform, enable_compilation_cache
 
         enable_compilation_cache()
         current_platform()
         yield status
-        if not gc.get_freeze_count():
-            # What is imported stays, and collections need not look at it again: training to a loss
-            # of 1.886 took 9.84 s instead of 10.36 (medians of four, alternating).
-            gc.freeze()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in the block, which imports, nor look again at what it imported."""
+    # Imports leave little garbage, but each of their objects counts towards the next collection.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    if not gc.get_freeze_count():
+        # Training to a loss of 1.886 took 9.84 s instead of 10.36 (medians of four, alternating).
+        gc.freeze()

@@ -78,7 +78,7 @@ def stream(
     """
     graph, weights = nnx.split(model)
     key = typed_key(key)
-    prompt = jnp.asarray(prompt)
+    prompt = jax.device_put(prompt)  # `jnp.asarray` would compile a program
     _require_no_trace((weights, prompt, key))
     _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)
 
@@ -91,8 +91,8 @@ def stream(
     )
     recomputes = _must_recompute(model, prompt.shape[1] + max_new_tokens)
     draw = functools.partial(_compiled_draw, graph=graph, recomputes=recomputes)
-    # Arrays of one dtype, since a Python int and a float would each compile a program.
-    sampling = jax.tree.map(jnp.float32, sampling)
+    # Numbers of one dtype, since a Python int and a float would each compile a program.
+    sampling = jax.tree.map(np.float32, sampling)
 
     def dispatch_calls(window, length, cache):
         for start in range(0, max_new_tokens, TOKENS_PER_CALL):

@@ -184,7 +184,8 @@ def shardings(specs: Any) -> Any:
     """Convert specs to shardings over the mesh that is set, or over the default device."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        default = jnp.zeros(()).sharding  # respects `jax.default_device`
+        # The device of `jax.default_device`; `jnp.zeros` would compile a program to say it.
+        default = jax.device_put(0).sharding
         return jax.tree.map(lambda _: default, specs)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 

@@ -1,11 +1,11 @@
 """The page of a run in training, written again after each evaluation.
 
-`python -P -m jgpt.pictures.training_page` writes it beside `jgpt train --page`, in a separate
-process that receives the run on its standard input. It reads the run's files without a lock, so
-training never waits for it.
+`main` writes it beside `jgpt train --page`, in a separate process that receives the run on its
+standard input. It reads the run's files without a lock, so training never waits for it.
 """
 
 import base64
+import gc
 import io
 import json
 import math
@@ -297,6 +297,8 @@ def main() -> None:
         listening = (requests, page, has_ended)
         threading.Thread(target=_listen, args=listening, daemon=True).start()
         page.prepare()
+        gc.freeze()  # what is prepared stays
+        gc.enable()
         rest = SECONDS_PER_LOOK
         while not has_ended.wait(rest):
             rest = SECONDS_PER_LOOK
@@ -317,7 +319,3 @@ def _listen(requests: io.FileIO, page: TrainingPage, has_ended: threading.Event)
         has_ended.set()
         requests.readall()
     page.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.config import TrainConfig
 from jgpt.durable import (
     MovedDirectory,
     make_directory,
@@ -29,9 +29,12 @@ from jgpt.fields import as_dict
 from jgpt.hardware import process_count, process_index
 from jgpt.nn.models import (
     Weights,
+    abstract_model,
+    weights_of,
 )
+from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.processes import raise_in_all_processes
-from jgpt.parallel.rules import abstract_arrays, shardings
+from jgpt.parallel.rules import abstract_arrays, shardings, weight_specs, without_trailing_none
 from jgpt.refusal import Field, Message
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
 from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
@@ -228,7 +231,7 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        step, arrays = self._restore(config, which, ("weights", "optimizer"))
+        step, arrays = self._restore(config, which, _abstract_state)
         # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
         arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
         return stack_state(config, TrainState(**arrays))
@@ -236,19 +239,16 @@ class Checkpoints:
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore only the verified weights. Raises ValueError if they are damaged."""
-        # a custom optimizer isn't needed
-        config = dataclasses.replace(config, optimizer=OptimizerConfig())
-        _, arrays = self._restore(config, which, ("weights",))
+        _, arrays = self._restore(config, which, _abstract_weights)
         return arrays["weights"]
 
     def _restore(
-        self, config: TrainConfig, which: Which, parts: tuple[str, ...]
+        self, config: TrainConfig, which: Which, abstract: Callable[[TrainConfig], dict[str, Any]]
     ) -> tuple[int, dict[str, Any]]:
-        """Verify a checkpoint and read parts of it; if training deletes it meanwhile, read the next
-        one.
+        """Verify a checkpoint and read the parts whose arrays `abstract` describes.
 
-        A checkpoint has separate arrays for each block, even where the steps scan over stacked
-        blocks.
+        If training deletes it meanwhile, the next one is read. A checkpoint has separate arrays for
+        each block, even where the steps scan over stacked blocks.
         """
         model = dataclasses.replace(config.model, scan_layers=False)
         unstacked = dataclasses.replace(config, model=model)
@@ -257,9 +257,7 @@ class Checkpoints:
             try:
                 step = self.step(which)
                 self._verify(step)  # before a state is made, which may be huge
-                state = abstract_arrays(abstract_state(unstacked), state_specs(unstacked))
-                wanted = {part: getattr(state, part) for part in parts}
-                return step, self._read_arrays(step, wanted)
+                return step, self._read_arrays(step, abstract(unstacked))
             except (ValueError, OSError):
                 # If all checkpoints are still there, this is damage.
                 if set(steps_before) <= set(self.steps()):
@@ -482,6 +480,19 @@ class Checkpoints:
     def _folder(self, step: int) -> Path:
         """Return the directory of a step's checkpoint."""
         return self._path / str(step)
+
+
+def _abstract_state(config: TrainConfig) -> dict[str, Any]:
+    """Return the shapes, dtypes and shardings of both parts of a checkpoint."""
+    state = abstract_arrays(abstract_state(config), state_specs(config))
+    return {"weights": state.weights, "optimizer": state.optimizer}
+
+
+def _abstract_weights(config: TrainConfig) -> dict[str, Any]:
+    """Return those of the weights alone, without tracing an optimizer, which may be custom code."""
+    model = abstract_model(config.model)
+    specs = jax.tree.map(without_trailing_none, weight_specs(model, current_mesh()))
+    return {"weights": abstract_arrays(weights_of(model), specs)}
 
 
 def _require_arrays(directory: Path, count: int) -> None:

@@ -1,6 +1,7 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
 import contextlib
+import gc
 import inspect
 import io
 import json
@@ -156,7 +157,9 @@ def test_what_is_imported_is_left_out_of_collections_once(monkeypatch, frozen, f
     monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
     with importing():
         events.append("imported")
+        assert not gc.isenabled()
 
+    assert gc.isenabled()
     assert events == ["imported"] + ["frozen"] * freezes
 
 
