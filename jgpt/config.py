@@ -40,6 +40,8 @@ CHAT_TOP_P = 0.95
 """The nucleus of a chat. Chat models are tuned to be sampled with one: at the temperature alone, an
 answer sometimes has a token of another language or subject, and goes on from there."""
 MAX_NGRAM = 63  # each size up to it is traced
+TOKENIZER_FIELDS = ("tokenizer", "tokenizer_files", "bpe_vocab_size", "numbers_vocab_size")
+"""The fields of a DataConfig that say which tokenizer to make."""
 
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)
 ASCENDING = Rule("be above 1 and ascending", lambda sizes: [1, *sizes] == sorted({1, *sizes}))

@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TokenizerName, TrainConfig
+from jgpt.config import (
+    TOKENIZER_FIELDS,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TokenizerName,
+    TrainConfig,
+)
 from jgpt.fields import code_fields
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.refusal import Field, Message, Placeholder
@@ -384,6 +391,8 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     for part in ("optimizer", "tokenizer"):
         if ".py:" in values.get(part, ""):
             codes[part] = values.pop(part)
+    if options.initial is not None:
+        _require_its_tokenizer(options.initial, values)
     config = with_code(_base_config(values, options), model, **codes)
     # apart from `values`, in which `model` and `optimizer` are the options of those names
     parts = {part: _replace_given(getattr(config, part), values) for part in GROUPS}
@@ -510,6 +519,9 @@ def _base_config(values: dict[str, Any], run: RunOptions) -> TrainConfig:
         from jgpt.runs.directory import read_config
 
         return dataclasses.replace(read_config(Path(run.config)), out=None)
+    for word in (values.get("out"), run.initial):
+        if word is not None:
+            _require_no_checkpoint(Path(word))
     if name is None and run.resume and values.get("out") is not None:
         from jgpt.runs.directory import RunDirectory
 
@@ -524,6 +536,13 @@ def _base_config(values: dict[str, Any], run: RunOptions) -> TrainConfig:
     return preset(name or DEFAULT_PRESET)
 
 
+def _require_no_checkpoint(path: Path) -> None:
+    """Raise OptionError for a checkpoint in place of its run: training has no --checkpoint."""
+    run = path.parent.parent
+    if path.parent.name == "checkpoints" and (run / "config.json").is_file():
+        raise OptionError(f"{path} is a checkpoint, not a run directory: give {run}")
+
+
 def _config_of_initial(source: str) -> TrainConfig:
     """The config of the run or the folder whose weights another run starts from."""
     from jgpt.runs.directory import RunDirectory
@@ -534,9 +553,23 @@ def _config_of_initial(source: str) -> TrainConfig:
         # The next run may be trained in another way, and needs only the code of the model.
         optimizer = dataclasses.replace(config.optimizer, make=None)
         return dataclasses.replace(
-            config, name="gpt", out=None, optimizer=optimizer, objective=None
+            config, name="gpt", out=None, optimizer=optimizer, objective=None, batches=None
         )
     return load_pretrained(source).config
+
+
+def _require_its_tokenizer(initial: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of another tokenizer than that of the weights to start from.
+
+    Here, because a config doesn't say whether the default was given.
+    """
+    named = {name: values[name] for name in TOKENIZER_FIELDS if name in values}
+    if not named:
+        return
+
+    from jgpt.fitting.initial import require_named_tokenizer, tokenizer_of
+
+    require_named_tokenizer(initial, tokenizer_of(initial), named)
 
 
 def _raise_if_it_is_a_path(word: str) -> None:
@@ -614,9 +647,10 @@ def in_options(message: str, names: Collection[str] = TRAIN) -> str:
 
     def spell(field: Field) -> str:
         part, _, name = field.name.rpartition(".")
-        if (name not in names and name not in RENAMED) or part not in ("", *GROUPS):
+        option = RENAMED.get(name, name)
+        if option not in names or part not in ("", *GROUPS):
             return str(field)
-        return _spell_option(RENAMED.get(name, name), field)
+        return _spell_option(option, field)
 
     return message.spelled(spell)
 

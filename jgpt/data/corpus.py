@@ -234,10 +234,11 @@ def read_blocks(
 
     With `universal_newlines`, CR LF and CR become newlines, a file's byte-order mark is dropped,
     and one warning says so. For tables, JSON lines and Parquet, each document is the text in
-    `field`, followed by `separator`. Two options read folders as earlier versions did, so that old
-    runs find their text: `earlier` includes hidden files and excludes code; `plain` reads only .txt
-    files, and reads any file that is named as text. `advance` is called with the number of bytes
-    read. Raises ValueError for a file that is empty, damaged or not text.
+    `field`, followed by `separator`; documents that are empty or null are skipped. Two options read
+    folders as earlier versions did, so that old runs find their text: `earlier` includes hidden
+    files and excludes code; `plain` reads only .txt files, and reads any file that is named as
+    text. `advance` is called with the number of bytes read. Raises ValueError for a file that is
+    empty, damaged or not text.
     """
     changed = []
     for source in sources:
@@ -503,6 +504,8 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         try:
             record = json.loads(line.decode("utf-8-sig"))
             text = record[field]
+            if text is None:  # as in Parquet; a field that is missing may be a misspelt name
+                continue
             text.encode()  # raises for a lone surrogate
         except (KeyError, TypeError, AttributeError):
             raise ValueError(

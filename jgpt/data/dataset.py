@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import mmap
 import os
 import re
@@ -43,7 +42,7 @@ from jgpt.data.tokenizers import (
     token_dtype,
 )
 from jgpt.durable import new_directory, own_file, read_file, write_file
-from jgpt.fields import as_dict
+from jgpt.fields import FLOAT32_MAX, as_dict
 from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
 from jgpt.words import counted
@@ -143,12 +142,16 @@ class Dataset:
             if test is None:
                 test = ()
             splits.append(_whole_numbers("test", test))
+        advice = "give the tokenizer that made the tokens"
         if tokenizer is None:
-            tokenizer = _number_tokenizer("the dataset", splits, vocab_size)
+            if vocab_size is None:
+                vocab_size = _largest_of(splits) + 1
+            tokenizer = NumberTokenizer(vocab_size)
+            advice = "give a larger vocab_size"
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = CustomTokenizer.of(tokenizer)
         for split in splits:
-            _require_in_vocabulary("the dataset", split, tokenizer, "give a larger vocab_size")
+            _require_in_vocabulary("the dataset", split, tokenizer, advice)
         splits = [_narrow(split, tokenizer) for split in splits]
         if validation is None:
             config = DataConfig(
@@ -219,6 +222,7 @@ def load_text(
     Raises ValueError or OSError for text that can't be read or encoded, and for tokens of another
     tokenizer or that are split already.
     """
+    _require_no_weights(config)
     loaded = _load(config, tokenizer, None, warn, progress)
     if loaded.validation is not None:
         train_file, validation_file = NANOGPT
@@ -293,9 +297,22 @@ def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
     for source, weight in weights.items():
         if weight == 0:
             raise ValueError(f"{source} has the weight 0: leave it out, or give a positive weight")
-        if math.isinf(weight):
-            raise ValueError(f"{source} has an infinite weight: give a finite one")
+        if weight > FLOAT32_MAX:  # or the sum of all weights could be infinite
+            raise ValueError(
+                f"{source} has a weight that is not finite in float32: give a smaller one"
+            )
     return weights
+
+
+def _require_no_weights(config: DataConfig) -> None:
+    """Raise ValueError for the weights of a mixture where all of a text is read once."""
+    if _weights_of(config.data) is not None:
+        raise ValueError(
+            Message(
+                Field("data", config.data),
+                " has weights, which are for training: name the texts without them",
+            )
+        )
 
 
 def text_sources(sources: Sequence[str]) -> tuple[str, ...]:
@@ -463,10 +480,7 @@ def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) 
     """Return the tokenizer of numbers for some tokens, which messages call `name`."""
     if vocab_size is not None:
         return NumberTokenizer(vocab_size)
-    largest = 0
-    for split in splits:
-        _, largest_in_split = _extremes(split)
-        largest = max(largest, largest_in_split)
+    largest = _largest_of(splits)
     if largest >= MAX_NUMBERS:
         raise ValueError(
             Message(
@@ -488,6 +502,15 @@ def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) 
             )
         )
     return NumberTokenizer(largest + 1)
+
+
+def _largest_of(splits: Sequence[Any]) -> int:
+    """Return the largest token of all splits."""
+    largest = 0
+    for split in splits:
+        _, largest_in_split = _extremes(split)
+        largest = max(largest, largest_in_split)
+    return largest
 
 
 @typed
@@ -516,6 +539,7 @@ def _require_in_vocabulary(
     wrong = largest
     if smallest < 0:
         wrong = smallest
+        advice = "a token is never negative"
     elif largest < tokenizer.vocab_size:
         return
     raise ValueError(
@@ -536,7 +560,10 @@ def _narrow(
 
 def _whole_numbers(name: str, values: Any) -> Any:
     """Return tokens of any kind as an array. Raises ValueError if they are not whole numbers."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:  # for rows of several lengths
+        raise ValueError(f"{name} must be one row of whole numbers: {error}") from None
     if array.size == 0:  # an empty list has no dtype
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -959,6 +986,7 @@ def prepare(
     is renamed into place. If an earlier process was killed while it prepared the same text, this
     continues its work. `progress` is called with the fraction read.
     """
+    _require_no_weights(config)
     for source in config.data:
         if _is_read_once(Path(source)):
             raise ValueError(f"{source} can be read only once: save its text to a file first")

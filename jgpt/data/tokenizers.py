@@ -198,8 +198,12 @@ class NumberTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         """Make a tokenizer of the numbers from 0 to `vocab_size` - 1."""
-        if not 0 < vocab_size <= MAX_NUMBERS:
-            raise ValueError(f"vocab_size={vocab_size} must be from 1 to {MAX_NUMBERS:,}")
+        if isinstance(vocab_size, np.integer):  # such as tokens.max() + 1, which JSON can't hold
+            vocab_size = int(vocab_size)
+        if type(vocab_size) is not int or not 0 < vocab_size <= MAX_NUMBERS:
+            raise ValueError(
+                f"vocab_size={vocab_size!r} must be a whole number from 1 to {MAX_NUMBERS:,}"
+            )
         self.vocab_size = vocab_size
         """The number of tokens."""
 
@@ -520,6 +524,15 @@ class BPETokenizer:
         return BPETokenizer(
             self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
         )
+
+    def has_same_tokens(self, other: "Tokenizer") -> bool:
+        """Return whether another tokenizer has the same tokens with a text, by their numbers.
+
+        The files of GPT-2 and a `tokenizer.json` of it may differ in what is not a token.
+        """
+        if not isinstance(other, BPETokenizer):
+            return False
+        return self._backend.get_vocab() == other._backend.get_vocab()
 
     def to_hf(self) -> tokenizers.Tokenizer:
         """Return the tokenizer of the tokenizers library."""

@@ -1,21 +1,43 @@
 """The weights that a run starts from: those of a model, of another run, or of a folder."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jgpt.config import TrainConfig
-from jgpt.data.tokenizers import CustomTokenizer, Tokenizer
+from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
+from jgpt.data.dataset import Dataset
+from jgpt.data.tokenizers import (
+    MAX_NUMBERS,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    CustomTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+    is_same_vocabulary,
+)
 from jgpt.fields import Code
+from jgpt.interop.hub import find_model
+from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.refusal import Field, Message
+from jgpt.runs.checkpoints import DamagedCheckpoint
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load, load_pretrained
 from jgpt.training.optimizer import is_trainable
 from jgpt.words import did_you_mean
+
+_KINDS = {
+    "char": CharTokenizer,
+    "byte": ByteTokenizer,
+    "bpe": BPETokenizer,
+    "gpt2": BPETokenizer,
+    "numbers": NumberTokenizer,
+}
 
 
 @dataclass(frozen=True)
@@ -47,18 +69,23 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
     source = type(initial).__name__
     if isinstance(initial, (str, Path)):
         source = str(initial)
+        saved_data = DataConfig()
         if RunDirectory.exists(Path(initial)):
             saved = RunDirectory.open(initial).config()
+            saved_data = saved.dataset
             model_code = None
             if saved.model.make is not None:
                 model_code = config.model.make
             tokenizer_code = None
             if saved.dataset.make is not None:
                 tokenizer_code = config.dataset.make
-            model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
+            try:
+                model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
+            except DamagedCheckpoint as error:
+                raise error.without_choice() from None
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
-        _require_one_tokenizer(source, tokenizer, config)
+        _require_one_tokenizer(source, tokenizer, config.dataset, saved_data)
     # On the host, since restored arrays are committed to a device, and a mesh has others.
     arrays = {}
     for name, variable in named_parameters(model).items():
@@ -66,16 +93,71 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
     return Initial(source, arrays, tokenizer)
 
 
-def _require_one_tokenizer(source: str, tokenizer: Tokenizer, config: TrainConfig) -> None:
-    """Raise ValueError for a custom tokenizer in place of the one that belongs to the weights."""
-    if config.dataset.make is not None and not isinstance(tokenizer, CustomTokenizer):
-        raise ValueError(
-            Message(
-                Field("initial", source),
-                " has a tokenizer, which the run takes: leave out ",
-                Field("tokenizer", Code.of(config.dataset.make).named),
-            )
+def _require_one_tokenizer(
+    source: str, tokenizer: Tokenizer, config: DataConfig, saved: DataConfig
+) -> None:
+    """Raise ValueError if a config names another tokenizer than that of the weights."""
+    if config.make is not None:
+        if not isinstance(tokenizer, CustomTokenizer):
+            raise _other_tokenizer(source, "tokenizer", Code.of(config.make).named)
+        return
+    defaults = DataConfig()
+    named = {}
+    for name in TOKENIZER_FIELDS:
+        value = getattr(config, name)
+        # A default may not have been written by anyone, and a run's fields name its own tokenizer.
+        if value not in (getattr(defaults, name), getattr(saved, name)):
+            named[name] = value
+    require_named_tokenizer(source, tokenizer, named)
+
+
+def require_named_tokenizer(source: str, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
+    """Raise ValueError for fields that name another tokenizer than that of the weights.
+
+    With another one, the embedding of a token would be that of another text.
+    """
+    for name, value in named.items():
+        if not _is_named(tokenizer, name, value):
+            raise _other_tokenizer(source, name, value)
+
+
+def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
+    """Return whether a field and its value fit a tokenizer."""
+    if name == "tokenizer":
+        return isinstance(tokenizer, _KINDS[value])
+    if name == "tokenizer_files":
+        return BPETokenizer.from_gpt2(value).has_same_tokens(tokenizer)
+    return tokenizer.vocab_size == value
+
+
+def _other_tokenizer(source: str, name: str, value: Any) -> ValueError:
+    return ValueError(
+        Message(
+            Field("initial", source),
+            " has a tokenizer, which the run takes: leave out ",
+            Field(name, value),
         )
+    )
+
+
+def tokenizer_of(source: str) -> Tokenizer:
+    """Return the tokenizer of a run or a Hugging Face folder, without reading its weights."""
+    if RunDirectory.exists(Path(source)):
+        return RunDirectory.open(source).tokenizer()
+    return read_folder_tokenizer(find_model(source), MAX_NUMBERS)
+
+
+def require_same_tokenizer(initial: Initial, dataset: Dataset) -> None:
+    """Raise ValueError for a dataset that another tokenizer made than that of the weights."""
+    if initial.tokenizer is None or is_same_vocabulary(initial.tokenizer, dataset.tokenizer):
+        return
+    raise ValueError(
+        Message(
+            "the dataset has another tokenizer than ",
+            Field("initial", initial.source),
+            ": make it with that one, as in Dataset.from_tokens(tokens, tokenizer=tokenizer)",
+        )
+    )
 
 
 def require_trainable(config: TrainConfig) -> None:

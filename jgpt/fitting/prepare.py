@@ -11,7 +11,13 @@ from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
 from jgpt.data.tokenizers import CustomTokenizer, Tokenizer, is_same_vocabulary
-from jgpt.fitting.initial import Initial, read_initial, require_fitting, require_trainable
+from jgpt.fitting.initial import (
+    Initial,
+    read_initial,
+    require_fitting,
+    require_same_tokenizer,
+    require_trainable,
+)
 from jgpt.fitting.progress import Progress
 from jgpt.fitting.resolve import (
     ResolvedConfig,
@@ -96,6 +102,8 @@ def prepare(
         if isinstance(dataset.tokenizer, CustomTokenizer):
             config = with_code(config, tokenizer=dataset.tokenizer.make)
         _require_same_dataset(dataset, config, target.saved)
+        if weights is not None:
+            require_same_tokenizer(weights, dataset)
     recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
     require_trainable(recorded)
     if weights is not None:
@@ -158,18 +166,31 @@ def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfi
 
 
 def _require_initial(initial: Initial | None, saved: SavedRun) -> None:
-    """Raise ValueError if a run lacks both a checkpoint and the weights that it started from."""
-    if initial is not None or saved.checkpoints:
-        return
+    """Raise ValueError unless a run is resumed from the weights that it started from.
+
+    They may be given again, but a run with a checkpoint doesn't need them.
+    """
+    recorded: dict[str, Any] = {}
     for line in saved.provenance:
         if isinstance(line.get("initial"), dict):
-            source = str(line["initial"].get("source"))
+            recorded = line["initial"]
+    if not saved.checkpoints:
+        if recorded and initial is None:
             raise ValueError(
                 Message(
                     "the run started from other weights and has no checkpoint yet: give ",
-                    Field("initial", source),
+                    Field("initial", str(recorded.get("source"))),
                 )
             )
+        return
+    if initial is not None and initial.recorded["weights_sha256"] != recorded.get("weights_sha256"):
+        raise ValueError(
+            Message(
+                "the run to resume did not start from these weights: leave out ",
+                Field("initial", initial.source),
+                ", or train a new run from them",
+            )
+        )
 
 
 def _load_text(

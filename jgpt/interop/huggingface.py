@@ -20,6 +20,7 @@ from jgpt.interop.names import (
     Tensors,
     plain_names,
     read_tensors,
+    require_embeddings,
     require_names,
     write_tensors,
 )
@@ -110,6 +111,8 @@ def save_hf(
             raise ValueError(
                 f"the model can't be exported: {changed[0]}, and no format describes that"
             )
+    if tokenizer is not None:
+        require_embeddings(model, tokenizer)
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))

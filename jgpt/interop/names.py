@@ -144,28 +144,48 @@ def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
             tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
 
 
+def require_its_tokenizer(model: GPT, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a tokenizer from elsewhere that is hardly that of a model.
+
+    Where neither names the other, only their sizes can tell. The sizes are equal, or the model's
+    is padded up to a multiple of 64, by fewer than 512 tokens.
+    """
+    padding = model.vocab_size - tokenizer.vocab_size
+    is_padded = model.vocab_size % 64 == 0 and 0 < padding < 512
+    if padding != 0 and not is_padded:
+        raise _other_vocabulary(model, tokenizer)
+
+
 def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
-    """Make the vocabularies of a model and its tokenizer equal, where the model's is padded.
+    """Make the vocabularies of a model and its tokenizer equal, where the model's is larger.
 
     Byte-pairs get tokens without a text, so that the model computes and exports the same as before.
-    For characters and bytes, the model loses the padding. Raises ValueError unless the padding is
-    up to a multiple of 64, and below 512.
+    For characters and bytes, the model loses the padding. Raises ValueError for a tokenizer with
+    tokens that the model lacks.
     """
+    require_embeddings(model, tokenizer)
     size = tokenizer.vocab_size
     if size == model.vocab_size:
         return model, tokenizer
-    padding = model.vocab_size - size
-    if model.vocab_size % 64 or not 0 < padding < 512:
-        raise ValueError(
-            Message(
-                f"the tokenizer has {size} tokens and the model ",
-                Field("vocab_size", model.vocab_size),
-                ": they don't belong together",
-            )
-        )
     if isinstance(tokenizer, BPETokenizer):
         return model, tokenizer.padded_to(model.vocab_size)
     return _crop_vocabulary(model, size), tokenizer
+
+
+def require_embeddings(model: GPT, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a tokenizer with tokens that the model has no embedding for."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise _other_vocabulary(model, tokenizer)
+
+
+def _other_vocabulary(model: GPT, tokenizer: Tokenizer) -> ValueError:
+    return ValueError(
+        Message(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model ",
+            Field("vocab_size", model.vocab_size),
+            ": they don't belong together",
+        )
+    )
 
 
 def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:

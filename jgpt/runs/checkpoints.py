@@ -57,6 +57,33 @@ _LAYOUT = re.compile(
 """The files of a checkpoint: Orbax's records, and arrays in plain Zarr."""
 
 
+class DamagedCheckpoint(ValueError):
+    """The error for a checkpoint that is damaged, with what to do about it."""
+
+    def __init__(self, damage: str, folder: Path, intact: int | None) -> None:
+        self.damage = damage
+        self.folder = folder
+        self.intact = intact
+        """The newest other checkpoint that is intact, if there is one."""
+        advice: tuple[str | Field, ...] = ("the run has no other intact checkpoint",)
+        if intact is not None:
+            advice = (
+                f"checkpoint {intact} is intact: use ",
+                Field("which", intact),
+                f", or delete {folder} to resume from the others",
+            )
+        super().__init__(Message(f"{damage}; ", *advice))
+
+    def without_choice(self) -> ValueError:
+        """Return the error for those who can't choose a checkpoint, as in training."""
+        if self.intact is None:
+            return self
+        return ValueError(
+            f"{self.damage}; checkpoint {self.intact} is intact: delete {self.folder} to use the "
+            "others"
+        )
+
+
 class Checkpoints:
     """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
 
@@ -231,7 +258,10 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        step, arrays = self._restore(config, which, _abstract_state)
+        try:
+            step, arrays = self._restore(config, which, _abstract_state)
+        except DamagedCheckpoint as error:
+            raise error.without_choice() from None
         # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
         arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
         return stack_state(config, TrainState(**arrays))
@@ -322,15 +352,8 @@ class Checkpoints:
         try:
             return read(self._folder(step))
         except ValueError as error:
-            other = self._newest_intact(except_step=step)
-            advice = Message("the run has no other intact checkpoint")
-            if other is not None:
-                advice = Message(
-                    f"checkpoint {other} is intact: use ",
-                    Field("which", other),
-                    f", or delete {self._folder(step)} to resume from the others",
-                )
-            raise ValueError(Message(f"{error}; ", advice)) from None
+            intact = self._newest_intact(except_step=step)
+            raise DamagedCheckpoint(str(error), self._folder(step), intact) from None
 
     def _newest_intact(self, *, except_step: int) -> int | None:
         """Return the newest step, except `except_step`, whose checkpoint is intact, or None."""

@@ -112,7 +112,7 @@ def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loa
     folder = find_model(str(source))
     model = load_hf(folder, block_size=block_size)
     tokenizer = read_folder_tokenizer(folder, model.vocab_size)
-    # a model may have more rows than its tokenizer has tokens, and the other way round
+    # A model may have more rows than its tokenizer has tokens.
     model, tokenizer = with_one_vocabulary(model, tokenizer)
     return Loaded(model, tokenizer, fine_tuning_config(model.config, DataConfig()))
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jgpt import ModelConfig
+from jgpt import ModelConfig, TrainConfig
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
@@ -639,8 +639,7 @@ def test_import(calls):
 
 
 def test_export(loaded, monkeypatch):
-    config = SimpleNamespace(model=ModelConfig())
-    run = SimpleNamespace(config=lambda: config, imported=lambda: "the folder imported from")
+    run = SimpleNamespace(config=TrainConfig, imported=lambda: "the folder imported from")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: run)
     loaded.note("jgpt.interop.formats.hf_config")
     loaded.note("jgpt.interop.huggingface.save_hf")

@@ -21,6 +21,7 @@ from tests.data.files import write
 RECORDS = [
     {"text": "one\r\n1"},
     {"text": ""},
+    {"text": None},
     {"text": "two 🙂", "id": 7},
     {"text": "\ud83d\ude42"},
 ]
@@ -61,7 +62,7 @@ def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
     (warning,) = said
     assert "carriage returns are read as newlines" in warning
     assert with_carriage_returns == READ.replace("\n1", "\r\n1")
-    assert separated.count("<|endoftext|>") == 3  # an empty text is no document
+    assert separated.count("<|endoftext|>") == 3  # neither null nor an empty text is a document
 
     assert read_text([page]) == "# Title\n" * 9
     assert "".join(text_chunks([bodies, bodies], field="body")) == "x\nx\n"
@@ -161,6 +162,8 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.jsonl", lines("text"), "line 1, has no text"),
         ("a.jsonl", b"[" * 99_999, "line 1, can't be read as JSON"),
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
+        ("a.jsonl", lines({"text": None}), "a.jsonl is empty"),
+        ("a.jsonl", b"null", "line 1, has no text"),
         ("a.txt.gz", gzipped(b"text" * 99)[:-9], "a.txt.gz is damaged or cut short: "),
         (
             "a.txt.gz",

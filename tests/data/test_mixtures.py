@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jgpt import DataConfig
+from jgpt import CharTokenizer, DataConfig
 from jgpt.data.batches import batches, mixed_starts
-from jgpt.data.dataset import load_dataset
+from jgpt.data.dataset import load_dataset, load_text, prepare
 from jgpt.data.mixture import Share
 
 SHARES = (Share("a", 50, 3.0), Share("b", 31, 1.0))
@@ -131,7 +131,9 @@ def test_a_file_may_have_a_name_like_a_weight(tmp_path):
         (("=1", "=0"), 5, r"b\.txt has the weight 0: leave it out"),
         (("=1", "=-1"), 5, r"'-1' is no weight of .*b\.txt: give a positive number, as in .*=0\.3"),
         (("=1", "="), 5, r"'' is no weight of .*b\.txt"),
-        (("=1", "=1e999"), 5, r"b\.txt has an infinite weight"),
+        (("=1", "=1e999"), 5, r"b\.txt has a weight that is not finite in float32"),
+        (("=1e308", "=1e308"), 5, r"a\.txt has a weight that is not finite in float32"),
+        (("=1", "=nan"), 5, r"'nan' is no weight of .*b\.txt"),
         (("=1", "=1"), 54, r"the training split of .*b\.txt has 54 tokens, too few for one block"),
     ],
 )
@@ -141,3 +143,15 @@ def test_a_wrong_mixture_is_one_line(texts, weights, block_size, message):
 
     with pytest.raises(ValueError, match=message):
         load_dataset(DataConfig(data), block_size)
+
+
+def test_weights_are_for_training_alone(texts, tmp_path):
+    """Where a text is read once, they were taken for a part of its name."""
+    a, b = texts
+    config = DataConfig((f"{a}=3", f"{b}=1"))
+
+    with pytest.raises(ValueError, match="has weights, which are for training: name the texts"):
+        load_text(config, CharTokenizer("abcxyz"))
+    with pytest.raises(ValueError, match="has weights, which are for training: name the texts"):
+        prepare(config, tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()

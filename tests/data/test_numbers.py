@@ -139,8 +139,20 @@ def test_a_dataset_may_have_splits_of_its_own():
     ("tokens", "options", "message"),
     [
         ([0.5, 1], {}, r"tokens must be one row of whole numbers, not float64\[2\]"),
-        ([1, -1], {}, "the dataset contains token -1, outside"),
-        ([1, 5], {"vocab_size": 5}, "the dataset contains token 5, outside .* of 5"),
+        ([[1], [2, 3]], {}, "tokens must be one row of whole numbers: .* inhomogeneous"),
+        ([1, -1], {}, "contains token -1, outside .* of 2: a token is never negative"),
+        ([1, 5], {"vocab_size": 5}, "contains token 5, outside .* of 5: give a larger vocab_size"),
+        (
+            [1, 9],
+            {"tokenizer": NumberTokenizer(9)},
+            "outside .* of 9: give the tokenizer that made",
+        ),
+        ([1, 5], {"vocab_size": 5.5}, "vocab_size=5.5 must be a whole number from 1 to"),
+        (
+            np.array([2**64 - 1], np.uint64),
+            {},
+            "vocab_size=18446744073709551616 must be a whole number from 1 to",
+        ),
         ([1, 5], {"test": [1]}, "give validation with test"),
         ([1, 5], {"tokenizer": NumberTokenizer(9), "vocab_size": 9}, "give tokenizer or vocab_"),
     ],
@@ -148,3 +160,14 @@ def test_a_dataset_may_have_splits_of_its_own():
 def test_tokens_that_are_none_are_refused(tokens, options, message):
     with pytest.raises(ValueError, match=message):
         Dataset.from_tokens(tokens, **options)
+
+
+def test_a_vocabulary_size_may_be_of_numpy():
+    """As `tokens.max() + 1` is, which JSON can't hold."""
+    tokens = np.array([1, 70_000], np.uint64)
+
+    dataset = Dataset.from_tokens(tokens, vocab_size=tokens.max() + np.uint64(1))
+
+    assert dataset.tokenizer.to_json() == json.dumps({"type": "numbers", "vocab_size": 70_001})
+    # no file is misread here, so a large number among few tokens is no sign of a mistake
+    assert Dataset.from_tokens(tokens).tokenizer.vocab_size == 70_001

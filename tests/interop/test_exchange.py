@@ -324,6 +324,27 @@ def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_pat
     assert config.model.vocab_size == 320
 
 
+def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
+    """Of a model whose embedding is padded by more than a tokenizer from elsewhere may lack."""
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263).padded_to(1007)
+    model = random_model(vocab_size=1007)
+    config = jgpt.TrainConfig(model=model.config)
+    jgpt.save(model, tmp_path / "first", tokenizer=tokenizer, config=config)
+
+    worked("export", tmp_path / "first", "--out", tmp_path / "folder")
+    worked("import", tmp_path / "folder", "--out", tmp_path / "second")
+
+    again, tokenizer_again, _ = load(tmp_path / "second")
+    tokens = jnp.asarray(tokenizer_again.encode("abc"))[None]
+    np.testing.assert_array_equal(again(tokens), model(tokens))
+    assert again(tokens).shape[-1] == tokenizer_again.vocab_size == 1007
+    assert tokenizer_again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+    # a tokenizer from elsewhere is told by its size alone
+    elsewhere = ("--tokenizer", tmp_path / "folder" / "tokenizer.json")
+    said = refused("import", tmp_path / "folder", "--out", tmp_path / "third", *elsewhere)
+    assert "has 263 tokens and the model" in said
+
+
 def test_a_folder_whose_name_is_not_utf_8_is_rejected_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"caf\\xe9 has bytes in it that are not UTF-8"):
         jgpt.save_hf(random_gpt("gpt2"), tmp_path / "caf\udce9")

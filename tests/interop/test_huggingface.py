@@ -20,7 +20,7 @@ import jgpt
 from jgpt.data.tokenizers import tokenizer_from_json
 from jgpt.interop import formats
 from jgpt.interop.formats import hf_config, read_config
-from jgpt.interop.names import require_names, with_one_vocabulary
+from jgpt.interop.names import require_its_tokenizer, require_names, with_one_vocabulary
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
@@ -253,16 +253,30 @@ def test_a_vocabulary_of_characters_loses_padding_below_512(head):
 
     assert tokenizer.vocab_size == 65
     np.testing.assert_array_equal(cropped(tokens), model(tokens)[..., :65])
+    require_its_tokenizer(model, tokenizer)
+    require_its_tokenizer(cropped, tokenizer)
     for wrong in (64, 577):
         other = characters(wrong, first=256)
         with pytest.raises(ValueError, match=f"has {wrong} tokens and the model vocab_size=576"):
-            with_one_vocabulary(model, other)
+            require_its_tokenizer(model, other)
+    with pytest.raises(ValueError, match="has 65 tokens and the model vocab_size=575: they don't"):
+        require_its_tokenizer(random_model(vocab_size=575), tokenizer)
+
+
+def test_what_an_import_would_refuse_is_not_exported(tmp_path):
+    """A tokenizer of more tokens than the model has embeddings for."""
+    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
+
+    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=262"):
+        jgpt.save_hf(random_model(vocab_size=262), tmp_path / "out", tokenizer=tokenizer)
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
     model = random_model(vocab_size=320)
-    other_size = random_model(vocab_size=300)
+    smaller = random_model(vocab_size=262)
 
     same, padded = with_one_vocabulary(model, tokenizer)
 
@@ -275,8 +289,8 @@ def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
             restored.decode([320])
     # a tokenizer without padding is written as before
     assert "vocab_size" not in tokenizer.to_json()
-    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=300"):
-        with_one_vocabulary(other_size, tokenizer)
+    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=262"):
+        with_one_vocabulary(smaller, tokenizer)
     damaged = padded.to_json().replace('"vocab_size": 320', '"vocab_size": 262')
     message = "vocab_size=262 is too small: the tokenizer has token 262"
     with pytest.raises(ValueError, match=message):

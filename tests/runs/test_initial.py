@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import jgpt
+from jgpt.cli.commands import COMMANDS
+from jgpt.cli.options import parse
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.nn.models import named_parameters
 from jgpt.runs.directory import RunDirectory
@@ -126,3 +128,95 @@ def test_the_command_starts_from_a_run(trained, tmp_path, poem):
     assert "another architecture" in refused(
         "train", "tiny", "--data", poem, "--initial", trained.directory, cwd=tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ("--tokenizer", "bpe"),
+        ("--tokenizer", "byte"),
+        ("--tokenizer", "numbers"),
+        ("--numbers-vocab-size", 128),
+        ("--bpe-vocab-size", 1024),
+    ],
+)
+def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
+    named, trained, tmp_path
+):
+    """They had no effect, and nothing said so."""
+    for preset in ((), ("tiny",)):
+        said = refused("train", *preset, "--initial", trained.directory, *named, cwd=tmp_path)
+
+        option, value = named
+        assert said.endswith(f"has a tokenizer, which the run takes: leave out {option} {value}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
+    """Also one that is the default of a config, which is no less wrong where it is another one."""
+    tokenizer = jgpt.BPETokenizer.train(["abcdefgh " * 40], 263)
+    model = jgpt.GPT(jgpt.ModelConfig(vocab_size=263, embed_dim=12), rngs=nnx.Rngs(0))
+    run = jgpt.save(model, tmp_path / "bpe", tokenizer=tokenizer, config=model.config)
+
+    def named(source, *options):
+        words = ["--initial", str(source), *options]
+        return parse(COMMANDS["train"], "train", words)["config"].dataset
+
+    assert named(run, "--tokenizer", "bpe", "--bpe-vocab-size", "263").bpe_vocab_size == 263
+    assert named(trained.directory, "--tokenizer", "char").tokenizer == "char"
+    with pytest.raises(ValueError, match="which the run takes: leave out tokenizer='char'"):
+        named(run, "--tokenizer", "char")
+    tokenizer.save_gpt2(tmp_path)
+    files = ("--tokenizer", "gpt2", "--tokenizer-files", str(tmp_path))
+    assert named(run, *files).tokenizer == "gpt2"
+    jgpt.BPETokenizer.train(["hgfedcba " * 40], 263).save_gpt2(tmp_path)
+    with pytest.raises(ValueError, match="which the run takes: leave out tokenizer_files="):
+        named(run, *files)
+
+
+def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
+    other = dataclasses.replace(config.dataset, tokenizer="byte")
+    with pytest.raises(ValueError, match="which the run takes: leave out tokenizer='byte'"):
+        jgpt.fit(
+            dataclasses.replace(config, dataset=other), initial=trained.directory, progress=None
+        )
+
+    size = trained.tokenizer.vocab_size
+    numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
+    with pytest.raises(ValueError, match="the dataset has another tokenizer than initial="):
+        jgpt.fit(config, dataset=numbers, initial=trained.directory, progress=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
+    """They had no effect, and nothing said so."""
+    with pytest.raises(ValueError, match="did not start from these weights: leave out initial="):
+        jgpt.fit(copy, resume=True, initial=trained.directory, progress=None)
+
+
+def test_the_advice_about_a_damaged_checkpoint_can_be_followed(trained, copy, config, tmp_path):
+    """Training has no option for a checkpoint, which the advice named."""
+    folder = tmp_path / "copy" / "checkpoints"
+
+    def advice(step: int, config: jgpt.TrainConfig, **start: Any) -> str:
+        extra = folder / str(step) / "weights" / "extra"
+        extra.write_text("{}")
+        with pytest.raises(ValueError, match="is not in the manifest; ") as error:
+            jgpt.fit(config, progress=None, **start)
+        extra.unlink()
+        return str(error.value).partition("; ")[2]
+
+    of_last = f"checkpoint 8 is intact: delete {folder / '11'} to use the others"
+    assert advice(11, copy, resume=True) == of_last
+    best = trained.best_step
+    (other,) = {8, 11} - {best}
+    of_best = f"checkpoint {other} is intact: delete {folder / str(best)} to use the others"
+    assert advice(best, config, initial=copy.out) == of_best
+
+
+def test_a_checkpoint_in_place_of_its_run_is_named(trained, tmp_path):
+    checkpoint = trained.directory / "checkpoints" / "11"
+    for words in (("--resume", "--out"), ("--initial",)):
+        said = refused("train", *words, checkpoint, cwd=tmp_path)
+
+        assert said.endswith(f"is a checkpoint, not a run directory: give {trained.directory}")

@@ -7,6 +7,7 @@ from jgpt.cli.arguments import Checkpoint, Lines, Run
 from jgpt.cli.options import (
     OptionSpec,
 )
+from jgpt.fields import Code
 
 
 def export(
@@ -26,7 +27,11 @@ def export(
 
         # before the model is loaded, which may take a while: it raises for a model without a format
         directory = RunDirectory.open(run)
-        hf_config(directory.config().model, zero_biases=zero_biases)
+        config = directory.config()
+        hf_config(config.model, zero_biases=zero_biases)
+        if config.dataset.make is not None:
+            named = Code.of(config.dataset.make).named
+            raise ValueError(f"the tokenizer {named} is code, which can't be exported")
         # tokenizer and settings of generation go out as they came in
         imported = directory.imported()
     with runs.loaded_run(run, checkpoint) as (model, tokenizer, _):

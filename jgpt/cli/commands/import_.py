@@ -62,7 +62,8 @@ def import_(
             tokenizer_folder = Path(tokenizer or folder)
             text_files = read_text_files(folder, tokenizer_folder)
         model_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
-        # a model may have more rows than its tokenizer has tokens, and the other way round
+        if tokenizer is not None:  # one beside the weights is theirs, however small it is
+            names.require_its_tokenizer(model, model_tokenizer)
         model, model_tokenizer = names.with_one_vocabulary(model, model_tokenizer)
     config = fine_tuning_config(
         dataclasses.replace(model.config, dtype=dtype),
