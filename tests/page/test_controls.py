@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgpt
 from jgpt.pictures.numbers import Changes
@@ -228,6 +229,44 @@ OUT_OF_SIGHT = """
 MESSAGE_OVERHANG = """
 $("said").scrollWidth - $("said").closest("section").clientWidth
 """
+
+
+# whether the chosen weight is in the box of the map, and in the window; how tall the box is; and
+# how far the names of the columns are from its top
+CHOSEN_WEIGHT = """(() => {
+    const box = $("map").getBoundingClientRect();
+    const { left, top, right, bottom } = map.square.getBoundingClientRect();
+    const x = (left + right) / 2;
+    const y = (top + bottom) / 2;
+    return [x > box.left && x < box.right, y > box.top && y < box.bottom, y < innerHeight,
+        box.height, map.columns.getBoundingClientRect().top - box.top];
+})()"""
+
+
+def test_the_map_of_a_phone_shows_the_chosen_weight(chromium, tmp_path):
+    config = jgpt.ModelConfig(
+        vocab_size=TOKENIZER.vocab_size, block_size=110, num_layers=1, num_heads=1, embed_dim=2
+    )
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    path = tmp_path / "look.html"
+    path.write_text(look_page(model, TOKENIZER, "tractab/be" * 11, 0, "run"))
+    chromium.errors.clear()
+    chromium.open(path, 390)
+
+    shown = []
+    for query, key in ((109, 109), (109, 2), (3, 1)):
+        chromium.run(f"choose({{ query: {query}, key: {key} }})")
+        chromium.run("$('map-title').scrollIntoView()")
+        chromium.run(TWO_FRAMES)
+        shown.append(chromium.run(CHOSEN_WEIGHT))
+
+    for across, down, in_window, height, names in shown:
+        assert across
+        assert down
+        assert in_window
+        assert height < 844  # of the window
+        assert names == 0
+    assert chromium.errors == []
 
 
 @pytest.mark.slow

@@ -122,6 +122,34 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     assert errors == []
 
 
+# how far what is drawn later moves the answer, in a browser that doesn't scroll with what is read
+MOVED = """(async () => {
+    document.documentElement.style.overflowAnchor = "none";
+    const top = () => $("answer").getBoundingClientRect().top;
+    await showLine();
+    const before = top();
+    await FRAMES;
+    await FRAMES;
+    return [before, top() - before];
+})()"""
+
+
+@needs_chromium
+def test_the_answer_about_a_line_stays_where_the_numbers_were_there_before(tmp_path):
+    with opened(tmp_path / "page.html", page_of(look_of("gpt2"), TEXT), open_groups=False) as page:
+        page.run("change({ gradient: true })")  # which brings the numbers of closed groups, too
+        has_numbers = page.run("parts.every(part => part.array.values)")
+        was_open = page.run("$('blocks.0').open")
+        top, moved = page.run(MOVED.replace("FRAMES", TWO_FRAMES))
+        errors = page.errors
+
+    assert has_numbers
+    assert not was_open
+    assert 0 <= top < 100
+    assert moved == 0
+    assert errors == []
+
+
 def test_each_array_has_the_line_that_makes_it():
     look = look_of("gpt2")
 

@@ -27,6 +27,9 @@ from tests.quick import only
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 FIRST = "cabs"
+SET_ASIDE = "[...document.querySelectorAll('[inert]')].map(each => each.id)"
+OF_THE_TEXT = ["questions", "compare", "surprise", "next", "changes", "attention", "forward"]
+UNDERLINED = "textSpans.filter(each => each.classList.contains('prompt')).length"
 STARTED = """
 new Promise((done) => {
   const look = () => data && $("closeness").textContent ? done(0) : setTimeout(look, 20);
@@ -179,16 +182,42 @@ def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
 def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path):
     with opened(tmp_path / "page.html", default_page) as page:
         before = changed(page, prompt="ips")
+        assert page.run(SET_ASIDE) == []
         for state, reason in (
             ({"prompt": "zoo"}, "unknown character “z” at position 0"),
             ({"prompt": ""}, "the prompt is empty"),
+            ({"prompt": "a" * 99}, "the prompt has 99 tokens, more than the block"),
         ):
             found = changed(page, **state)
             assert reason in said(page, "said")
+            assert said(page, "said").endswith(". Below is still the text before: “ips”")
+            assert page.run("$('said').role") == "status"  # which is read aloud
+            assert page.run(SET_ASIDE) == OF_THE_TEXT
+            assert page.run("$('text').focus(), document.activeElement.id") != "text"
             assert found == before
         assert changed(page, prompt="ips") == before
         assert said(page, "said") == ""
+        assert page.run(SET_ASIDE) == []
+        assert page.run("$('text').focus(), document.activeElement.id") == "text"
         assert page.errors == []
+
+
+def test_a_text_that_is_wrong_is_not_replaced_by_the_buttons(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        changed(page, prompt="ips")
+        texts = []
+        for text in ("zoo", "ips"):
+            page.run(f"$('prompt').value = '{text}'; change({{ prompt: '{text}' }})")
+            page.run("$('sample').onclick()")
+            page.run("$('bars').children[0].onclick()")
+            texts.append(page.run("$('prompt').value"))
+        errors = page.errors
+
+    wrong, right = texts
+    assert wrong == "zoo"
+    assert right.startswith("ips")
+    assert len(right) == 5  # the control: a token of each button
+    assert errors == []
 
 
 def test_a_patch_that_doesn_t_fit_is_said_beside_it_and_can_be_removed(default_page, tmp_path):
@@ -247,6 +276,75 @@ def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_pa
     assert shown == list(range(4, 4 + count))  # each as it comes
     assert sentence.startswith(f"{count} tokens, ")
     assert sentence.endswith(" a second, with seed 7. The text is now as long as a page shows")
+
+
+def test_what_was_given_alone_is_underlined_and_a_link_holds_it(tmp_path):
+    path = tmp_path / "page.html"
+    with opened(path, page_of(look_of("one's own"))) as page:
+        underlined = [page.run(UNDERLINED)]
+        changed(page, prompt="ips")
+        page.run("sampleToken()")
+        sampled = page.run("[time, data.prompt]")
+        underlined.append(page.run(UNDERLINED))
+        page.run("writeOnInWorker()")
+        written = page.run("data.text")
+        underlined.append(page.run(UNDERLINED))
+        link = page.run(LINK)
+
+        shorter = written[:-1]
+        page.run(f"change({{ prompt: {json.dumps(shorter)} }})")  # the reader's own text
+        underlined_of_another = page.run(UNDERLINED)
+        page.run(f"change({{ prompt: {json.dumps(written)} }})")  # typed again
+        underlined.append(page.run(UNDERLINED))
+
+        open_another(page, link)
+        underlined.append(page.run(UNDERLINED))
+        opened_text = page.run("data.text")
+        page.run("location.hash = encodeURIComponent(JSON.stringify({ prompt: 'be' }))")
+        page.run("new Promise(done => setTimeout(done, 50))")
+        page.run("asking")
+        assert page.run(f"[data.text, {UNDERLINED}]") == ["be", 2]
+        page.run("history.back()")
+        page.run("new Promise(done => setTimeout(done, 50))")
+        page.run("asking")
+        underlined.append(page.run(UNDERLINED))
+        text_after_going_back = page.run("data.text")
+        for given, count in ((10**9, 2), (-3, 1)):  # which someone made up
+            state = json.dumps(json.dumps({"prompt": "be", "given": given}))
+            page.run(f"location.hash = encodeURIComponent({state})")
+            page.run("new Promise(done => setTimeout(done, 50))")
+            page.run("asking")
+            assert page.run(UNDERLINED) == count
+        errors = page.errors
+
+    assert sampled == [4, 3]
+    assert len(written) > 5
+    assert underlined == [len(FIRST), 3, 3, 3, 3, 3]
+    assert underlined_of_another == len(shorter)
+    assert opened_text == text_after_going_back == written
+    assert errors == []
+
+
+def open_another(page: Page, address: str) -> None:
+    """Open an address in place of the page that is open."""
+    page.open("about:blank")
+    page.open(address)
+    page.run(STARTED)
+
+
+def test_a_single_token_has_no_gradient_and_the_next_one_has(tmp_path):
+    with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
+        found = []
+        for prompt, gradient in (("ip", True), ("i", True), ("ip", True)):
+            changed(page, prompt=prompt, gradient=gradient)
+            switch = page.run("[$('gradient').checked, $('gradient').disabled]")
+            found.append([said(page, "said"), data_shown(page), *switch])
+
+    assert found == [["", "ip", True, False], ["", "i", False, True], ["", "ip", True, False]]
+
+
+def data_shown(page: Page) -> str:
+    return page.run("data.text")
 
 
 def test_what_is_typed_ends_writing_and_stays(default_page, tmp_path):

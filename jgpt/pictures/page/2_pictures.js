@@ -11,14 +11,14 @@ function changed(picture, ...of) {
   picture.drawnOf = of;
   return before?.length !== of.length || of.some((each, i) => each !== before[i]);
 }
-/** Mark what is chosen in a picture, and scroll it into sight, right of its names. */
-function mark(picture, element) {
+/** Mark what is chosen in a picture, and scroll its place to it, or to what else is to be seen. */
+function mark(picture, element, seen = element) {
   picture.marked?.classList.remove("on");
   picture.marked = element;
   element.classList.add("on");
   const place = picture.closest(".scroll");
   if (!place) return;
-  toScroll.set(place, element);
+  toScroll.set(place, seen);
   scrolling ??= requestAnimationFrame(scrollToMarks);
 }
 // Where an element is takes a layout, which is done once for all, and not for what is out of sight.
@@ -28,14 +28,24 @@ function scrollToMarks() {
   scrolling = null;
   const seen = [...toScroll].filter(([place]) =>
     place.checkVisibility({ contentVisibilityAuto: true }));
-  const places = seen.map(([place, { offsetLeft, offsetWidth }]) => {
-    const least = offsetLeft + offsetWidth - place.clientWidth;
-    return [place, clamp(place.scrollLeft, least, offsetLeft - 100)];
-  });
-  for (const [place, left] of places) {
+  const places = seen.map(([place, element]) => [place, scrolledTo(place, element)]);
+  for (const [place, { left, top }] of places) {
     place.scrollLeft = left;
+    place.scrollTop = top;
     toScroll.delete(place);
   }
+}
+const NAMES = 100;  // pixels at the left and at the top, where names stay when a place scrolls
+/** How far a place has to be scrolled for an element to be in sight. */
+function scrolledTo(place, element) {
+  const window = place.getBoundingClientRect();
+  const box = element.getBoundingClientRect();
+  const left = place.scrollLeft + box.left - window.left;
+  const top = place.scrollTop + box.top - window.top;
+  return {
+    left: clamp(place.scrollLeft, left + box.width - place.clientWidth, left - NAMES),
+    top: clamp(place.scrollTop, top + box.height - place.clientHeight, top - NAMES),
+  };
 }
 document.addEventListener("contentvisibilityautostatechange", ({ skipped }) => {
   if (!skipped && toScroll.size) scrolling ??= requestAnimationFrame(scrollToMarks);

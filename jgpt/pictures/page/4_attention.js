@@ -81,8 +81,9 @@ function mapIn(place) {
   const rows = element("div", { className: "names", ariaHidden: "true" });
   const square = element("i");
   const cells = element("div", { className: "cells" }, canvas, element("i"), square);
-  place.append(element("div", { className: "map" }, columns, rows, cells));
-  const map = { place, columns, canvas, cells, of: null };
+  const corner = element("div", { className: "corner" });  // hides names that scroll away
+  place.append(element("div", { className: "map" }, corner, columns, rows, cells));
+  const map = { place, columns, canvas, cells, square, of: null };
   pictures.set(canvas, {
     find: event => {
       const [key, query] = cellAt(event, time, time);
@@ -98,13 +99,13 @@ function mapIn(place) {
 const map = mapIn($("map"));
 function drawMap(map, of) {
   const { query, key, layer, head } = chosen;
-  const { canvas, cells, columns } = map;
+  const { canvas, cells, columns, square } = map;
   map.of = of;
   if (changed(canvas, of, layer, head)) {
     paintInSight(cells, () => paintHead(layer, head, of, canvas));
   }
   cells.style = `--query: ${query}; --key: ${key}`;
-  mark(columns, columns.children[key]);
+  mark(columns, columns.children[key], square);
 }
 
 // The arcs. Those of all queries lie on a canvas below, painted once for a head

@@ -2,6 +2,8 @@
 // of it, and what is chosen
 
 let first, state, asking, again, writing, addressing;
+/** For each text that the model has written a part of: how many of its first tokens were given. */
+const givenTokens = new Map();
 
 /** What the dials leave of the candidates, with probabilities. */
 function filtered(candidates) {
@@ -47,7 +49,7 @@ function putInAddressSoon() {
  *  none. */
 function putInAddress() {
   if (location.protocol === "about:") return;
-  const link = JSON.stringify({ ...state, chosen });
+  const link = JSON.stringify({ ...state, given: givenTokens.get(state.prompt), chosen });
   history.replaceState(history.state, "", `#${encodeURIComponent(link)}`);
 }
 async function askAgain() {
@@ -56,29 +58,36 @@ async function askAgain() {
     again = false;
     const found = await computed(state);
     clearTimeout(slow);
-    say(found.error ?? "", Boolean(found.error));
+    const isFormer = Boolean(found.error && data) && data.text !== state.prompt;
+    setAside(isFormer);
+    const former = isFormer ? `. Below is still the text before: ${quotedText(data.text)}` : "";
+    say(found.error ? found.error + former : "", Boolean(found.error));
     if (found.error) continue;
     if (found.text !== data?.text) Object.assign(chosen, goTo(found.tokens.length - 1));
     show(found);
   }
 }
-/** Append a token; whether there was room for it. */
+/** Dim what is of another text than the prompt's, and take it out of reach of keys and screen readers:
+ *  what is wrong with the prompt is said beside it. */
+function setAside(isFormer) {
+  const places = "#questions, section:not(#guide, #writing, #training)";
+  for (const place of document.querySelectorAll(places)) place.inert = isFormer;
+}
+/** Append a token. */
 async function write(token) {
+  if (data.text !== state.prompt) return;  // another text was typed, or is wrong
   if (time >= data.block_size) {
     say(`the text fills the block of ${data.block_size} tokens`, true);
-    return false;
+    return;
   }
   const prompt = data.text + data.texts[token];
+  givenTokens.set(prompt, data.prompt);
   $("prompt").value = prompt;
   await change({ prompt });
-  return data.text === prompt;
 }
-async function writeOn() {
-  writing = !writing;
-  $("write").textContent = writing ? "Stop" : "Write on";
-  while (writing && await write(drawToken())) await new Promise(requestAnimationFrame);
-  writing = false;
-  $("write").textContent = "Write on";
+async function sampleToken() {
+  await asking;
+  if (data) await write(drawToken());
 }
 
 // Heads, blocks and patches
@@ -148,6 +157,7 @@ function describeLoss({ next_log_probabilities, before }) {
 
 function startComputing(found) {
   first = found;
+  givenTokens.set(first.text, first.prompt);
   document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
   for (const id of ["writing", "changes", "dials"]) $(id).hidden = false;
@@ -164,8 +174,7 @@ function startComputing(found) {
     const block = Number($("patch-block").value);
     change({ patch: prompt ? { block, position: chosen.query, prompt } : null });
   };
-  $("sample").onclick = () => write(drawToken());
-  $("write").onclick = writeOn;
+  $("sample").onclick = sampleToken;
   $("reset").onclick = () => change(restored({ shown: state.shown }));
   addEventListener("hashchange", openLink);
   const link = inAddress();
@@ -196,9 +205,10 @@ function placeIn({ chosen: place }) {
   return Object.fromEntries(Object.entries(place ?? {}).filter(isPlace));
 }
 /** A state that lacks nothing, in the controls too. */
-function restored({ chosen: _, ...given }) {
+function restored({ chosen: _, given, ...changed }) {
   const none = { heads: {}, blocks: {}, patch: null, gradient: false, shown: 0 };
-  const found = { prompt: first.text, ...none, ...given };
+  const found = { prompt: first.text, ...none, ...changed };
+  if (Number.isInteger(given)) givenTokens.set(found.prompt, given);
   if (first.models.length === 1 || !SHOWN.includes(found.shown)) found.shown = 0;
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";

@@ -58,8 +58,7 @@ async function computed(state) {
     const gradient = gradientOf(state, tokens.length);
     const { patch, problem } = patchOf(state, tokens.length);
     const changes = { ...changesOf(state), patch };
-    const isFirst = prompt === first.text;
-    const count = isFirst ? first.prompt : tokens.length;  // the model has sampled the others
+    const count = clamp(givenTokens.get(prompt) ?? tokens.length, 1, tokens.length);
     const ranked = first.models.length > 1;
     const hidden = gradient ? [] : hiddenPaths();
     const compute = { tokens, prompt: count, changes, gradient, ranked, hidden };
@@ -71,16 +70,19 @@ async function computed(state) {
     const code = codeOf(problem ? { ...state, patch: null } : state, first.paths);
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
+    $("gradient").disabled = tokens.length < 2;
     const record = shownOf(records, state.shown);
     return { ...record, computes: true, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }
 }
-/** What of a text of `time` tokens the gradient is of: the loss of all (true), or that of a token. */
+/** What of a text of `time` tokens the gradient is of: the loss of all (true), or that of a token. A
+ *  single token has no loss. */
 function gradientOf({ gradient }, time) {
+  if (time < 2) return false;
   if (typeof gradient !== "number") return gradient;
-  return Math.min(Math.max(gradient, 1), time - 1) || true;
+  return clamp(gradient, 1, time - 1);
 }
 /** The changes of a state as the worker takes them, without its patch. */
 function changesOf({ heads, blocks }) {
@@ -192,6 +194,7 @@ async function writeOnInWorker() {
     return;
   }
   showWritten();
+  givenTokens.set(written.text, data.prompt);
   await change({ prompt: written.text });
   const end = written.isStopped ? "" : ". The text is now as long as a page shows";
   say(`${count} tokens, ${Math.round(count / seconds)} a second, with seed ${seed}${end}`);
