@@ -259,7 +259,7 @@ class Checkpoints:
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
         try:
-            step, arrays = self._restore(config, which, _abstract_state)
+            step, arrays = self._restore(config, which, _expected_state)
         except DamagedCheckpoint as error:
             raise error.without_choice() from None
         # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
@@ -269,13 +269,13 @@ class Checkpoints:
     @typed
     def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
         """Restore only the verified weights. Raises ValueError if they are damaged."""
-        _, arrays = self._restore(config, which, _abstract_weights)
+        _, arrays = self._restore(config, which, _expected_weights)
         return arrays["weights"]
 
     def _restore(
-        self, config: TrainConfig, which: Which, abstract: Callable[[TrainConfig], dict[str, Any]]
+        self, config: TrainConfig, which: Which, expected: Callable[[TrainConfig], dict[str, Any]]
     ) -> tuple[int, dict[str, Any]]:
-        """Verify a checkpoint and read the parts whose arrays `abstract` describes.
+        """Verify a checkpoint and read the parts whose arrays `expected` describes.
 
         If training deletes it meanwhile, the next one is read. A checkpoint has separate arrays for
         each block, even where the steps scan over stacked blocks.
@@ -287,7 +287,7 @@ class Checkpoints:
             try:
                 step = self.step(which)
                 self._verify(step)  # before a state is made, which may be huge
-                return step, self._read_arrays(step, abstract(unstacked))
+                return step, self._read_arrays(step, expected(unstacked))
             except (ValueError, OSError):
                 # If all checkpoints are still there, this is damage.
                 if set(steps_before) <= set(self.steps()):
@@ -505,13 +505,13 @@ class Checkpoints:
         return self._path / str(step)
 
 
-def _abstract_state(config: TrainConfig) -> dict[str, Any]:
+def _expected_state(config: TrainConfig) -> dict[str, Any]:
     """Return the shapes, dtypes and shardings of both parts of a checkpoint."""
     state = abstract_arrays(abstract_state(config), state_specs(config))
     return {"weights": state.weights, "optimizer": state.optimizer}
 
 
-def _abstract_weights(config: TrainConfig) -> dict[str, Any]:
+def _expected_weights(config: TrainConfig) -> dict[str, Any]:
     """Return those of the weights alone, without tracing an optimizer, which may be custom code."""
     model = abstract_model(config.model)
     specs = jax.tree.map(without_trailing_none, weight_specs(model, current_mesh()))
