@@ -259,7 +259,16 @@ def test_the_map_of_a_phone_shows_the_chosen_weight(chromium, tmp_path):
         chromium.run("$('map-title').scrollIntoView()")
         chromium.run(TWO_FRAMES)
         shown.append(chromium.run(CHOSEN_WEIGHT))
+    chromium.run("$('lens').scrollIntoView()")
+    for position in (109, 50):
+        chromium.run(f"choose(goTo({position}))")
+        chromium.run(TWO_FRAMES)
+    before = chromium.run(
+        "lens.cells[1][47].getBoundingClientRect().left"
+        " - lens.rows[0].name.getBoundingClientRect().right"
+    )
 
+    assert before > 0  # some of the tokens before the chosen one are in sight
     for across, down, in_window, height, names in shown:
         assert across
         assert down

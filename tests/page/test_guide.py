@@ -76,7 +76,9 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
         earlier = asked(page, "Which earlier letters")
         chosen = chosen_in(page)
         arithmetic = asked(page, "How is that weight computed")
+        widths = page.run("[$('answer').offsetWidth, $('why').offsetWidth]")
         without = asked(page, "What happens without that head")
+        tops = page.run("[...$('answer').children].map(each => each.offsetTop)")
         record = json.loads(page.run(RECORD))
         page.run("$('answer').querySelector('button').onclick()")  # on again
         page.run("choose(goTo(time - 1))")
@@ -100,6 +102,9 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     share = f"{100 * weights[layer, head, query, key]:.0f}%"
     assert f"head {head} of layer {layer}: it takes {share} from" in earlier
     assert f"In head {head} of layer {layer}" in arithmetic
+    assert widths[0] == widths[1]
+    sentence, on_again, back = tops
+    assert sentence < on_again == back  # buttons stand side by side below the sentence
     assert f"Head {head} of layer {layer} is off and adds nothing" in without
     assert query == time - 1  # the token that was chosen before the question
     switched = look(tokens, time, Changes(heads={(layer, head): 0.0}))
@@ -141,12 +146,14 @@ def test_the_answer_about_a_line_stays_where_the_numbers_were_there_before(tmp_p
         has_numbers = page.run("parts.every(part => part.array.values)")
         was_open = page.run("$('blocks.0').open")
         top, moved = page.run(MOVED.replace("FRAMES", TWO_FRAMES))
+        gradient_of = page.run("data.gradientOf")  # whose numbers are zero for the last token
         errors = page.errors
 
     assert has_numbers
     assert not was_open
     assert 0 <= top < 100
     assert moved == 0
+    assert not gradient_of
     assert errors == []
 
 

@@ -343,6 +343,20 @@ def test_a_single_token_has_no_gradient_and_the_next_one_has(tmp_path):
     assert found == [["", "ip", True, False], ["", "i", False, True], ["", "ip", True, False]]
 
 
+def test_a_token_without_a_gradient_says_so(tmp_path):
+    with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
+        zero = {}
+        for gradient, query in ((True, 5), (True, 4), (3, 3), (3, 2)):
+            record = changed(page, prompt="ips/be", gradient=gradient)
+            page.run(f"choose(goTo({query}))")
+            values = record["arrays"][-1]["values"]
+            gradients = np.reshape(values["steps"], values["shape"])[query]
+            sentence = said(page, "no-gradient")
+            zero[gradient, query] = [not gradients.any(), sentence.startswith("Every gradient at ")]
+
+    assert list(zero.values()) == [[True, True], [False, False], [True, True], [False, False]]
+
+
 def data_shown(page: Page) -> str:
     return page.run("data.text")
 

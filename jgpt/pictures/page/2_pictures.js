@@ -36,15 +36,17 @@ function scrollToMarks() {
   }
 }
 const NAMES = 100;  // pixels at the left and at the top, where names stay when a place scrolls
-/** How far a place has to be scrolled for an element to be in sight. */
+/** How far a place has to be scrolled for an element to be in sight, with what is around it: a quarter
+ *  of the place on each side, where there is as much. */
 function scrolledTo(place, element) {
   const window = place.getBoundingClientRect();
   const box = element.getBoundingClientRect();
   const left = place.scrollLeft + box.left - window.left;
   const top = place.scrollTop + box.top - window.top;
+  const { clientWidth, clientHeight } = place;
   return {
-    left: clamp(place.scrollLeft, left + box.width - place.clientWidth, left - NAMES),
-    top: clamp(place.scrollTop, top + box.height - place.clientHeight, top - NAMES),
+    left: clamp(place.scrollLeft, left + box.width - .75 * clientWidth, left - NAMES - clientWidth / 4),
+    top: clamp(place.scrollTop, top + box.height - .75 * clientHeight, top - NAMES - clientHeight / 4),
   };
 }
 document.addEventListener("contentvisibilityautostatechange", ({ skipped }) => {

@@ -179,6 +179,10 @@ function drawFlow() {
   $("gradient-of").textContent = `Gradient of the loss of ${time < 2 ? "" : at(position)} alone`;
   if (!of) return;
   if (changed($("flow"), data)) buildFlow();
+  const firstWithout = of === true ? time - 1 : of;
+  $("no-gradient").textContent = chosen.query < firstWithout ? "" : `Every gradient at `
+    + `${at(chosen.query)} is zero, since this loss doesn't depend on what the model computes there. `
+    + "Choose an earlier token to see its gradients below.";
   mark($("flow-grid"), flowCells[chosen.query]);
 }
 function buildFlow() {

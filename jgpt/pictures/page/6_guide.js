@@ -137,8 +137,8 @@ async function showLine() {
     && path.startsWith(first.paths.blocks[chosen.layer])) ?? parts.find(lineOf);
   part.group.open = true;
   part.row.open = true;
-  if (!part.array.values) await change({});
-  drawForward();  // all of the group: what is drawn later would push the answer out of sight
+  // The forward pass's numbers of the whole group: what comes later would push the answer away.
+  if (data.gradientOf || !part.array.values) await change({ gradient: false });
   const { file, name, number: line, text } = lineOf(part);
   answerAt(part.row, `The array ${part.array.name} was made by line ${line} of ${file}, in ${name}: `
     + `“${text.trim()}”. Below, this line is marked in its function, with the shape of what each `
