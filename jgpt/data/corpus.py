@@ -529,8 +529,10 @@ def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[st
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     # Strict, since a quotation mark without its end would make one document of the whole file.
     rows = csv.reader(_lines(file, name), delimiter=delimiter, strict=True)
+    first_line = 1
     try:
         columns = next(rows, [])
+        first_line = rows.line_num + 1
         if columns:
             columns[0] = columns[0].removeprefix("\ufeff")  # a byte-order mark
         if field not in columns:
@@ -543,6 +545,8 @@ def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[st
             )
         place = columns.index(field)
         for row in rows:
+            # Where the next row begins: a quotation mark that is never closed takes all lines.
+            first_line = rows.line_num + 1
             if not row:  # an empty line
                 continue
             if len(row) <= place:
@@ -552,7 +556,7 @@ def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[st
                 )
             yield row[place]
     except csv.Error as error:
-        raise ValueError(f"{name}, line {rows.line_num}, can't be read as CSV: {error}") from None
+        raise ValueError(f"{name}, line {first_line}, can't be read as CSV: {error}") from None
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[str]:

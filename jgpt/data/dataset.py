@@ -202,6 +202,12 @@ def require_usable(
     """Raise ValueError if a dataset is too short, or not the `known` one of a run."""
     if known is not None:
         found = dataset.text.tokens_digest
+        is_same_text = known.digest is not None and dataset.text.digest == known.digest
+        if is_same_text and found != known.tokens_digest:
+            raise ValueError(
+                f"the tokenizer has changed since the run was trained: {' '.join(config.data)} is "
+                "the same text, but has other tokens; restore the tokenizer, or train a new run"
+            )
         _require_known(config, known, "of its tokens ", found, known.tokens_digest)
     _require_a_block("training", dataset.train, block_size)
     _require_a_block("validation", dataset.validation, block_size)
@@ -1241,14 +1247,15 @@ def _documents(texts: Iterable[str]) -> Iterator[str]:
     """Yield texts of at most `DOCUMENT` characters, or more where a word is longer."""
     for text in texts:
         start = 0
-        end = DOCUMENT
-        while end < len(text):
-            length = last_split_point(text[start:end])
-            if length > 0:
-                yield text[start : start + length]
-                start += length
-                end = start
-            end += DOCUMENT
+        size = DOCUMENT
+        while start + size < len(text):
+            length = last_split_point(text[start : start + size])
+            if length == 0:
+                size *= 2  # not a little more, since each look is at all of the word
+                continue
+            yield text[start : start + length]
+            start += length
+            size = DOCUMENT
         yield text[start:]
 
 

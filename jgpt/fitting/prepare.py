@@ -10,7 +10,7 @@ from typing import Any
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
-from jgpt.data.tokenizers import CustomTokenizer, Tokenizer, is_same_vocabulary
+from jgpt.data.tokenizers import CustomTokenizer, UnencodableText, is_same_vocabulary
 from jgpt.fitting.initial import (
     Initial,
     read_initial,
@@ -93,10 +93,7 @@ def prepare(
     config = _with_newlines_of(target.saved, config)
     weights = read_initial(initial, config)
     if dataset is None:
-        tokenizer = None
-        if weights is not None:
-            tokenizer = weights.tokenizer
-        dataset = _load_text(config, target, progress, should_stop, tokenizer)
+        dataset = _load_text(config, target, progress, should_stop, weights)
     else:
         config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
         if isinstance(dataset.tokenizer, CustomTokenizer):
@@ -109,8 +106,8 @@ def prepare(
     if weights is not None:
         require_fitting(weights, recorded)
     if target.saved is not None:
-        _require_resumable(recorded, target.saved, progress.warned)
         _require_initial(weights, target.saved)
+        _require_resumable(recorded, target.saved, progress.warned)
     evaluations = _choose_evaluations(
         recorded, target.saved, len(dataset.validation), progress.warned
     )
@@ -198,13 +195,16 @@ def _load_text(
     target: Target,
     progress: Progress,
     should_stop: Callable[[], bool],
-    tokenizer: Tokenizer | None,
+    weights: Initial | None,
 ) -> Dataset:
     """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
+    tokenizer = None
     known = None
     if target.saved is not None:
         tokenizer = target.saved.tokenizer
         known = target.saved.text
+    elif weights is not None:
+        tokenizer = weights.tokenizer
     stop_is_asked = False
 
     def tokenized(fraction: float) -> None:
@@ -224,10 +224,24 @@ def _load_text(
             warn=progress.warned,
             progress=tokenized,
         )
+    except UnencodableText as error:
+        if target.saved is None and weights is not None and weights.tokenizer is not None:
+            raise _other_characters(config, weights, str(error)) from None
+        raise
     except KeyboardInterrupt:
         if stop_is_asked:
             raise StoppedBeforeTraining(target.path) from None
         raise
+
+
+def _other_characters(config: TrainConfig, weights: Initial, why: str) -> ValueError:
+    return ValueError(
+        Message(
+            f"{' '.join(config.dataset.data)} can't be encoded by the tokenizer of ",
+            Field("initial", weights.source),
+            f": {why}",
+        )
+    )
 
 
 def _require_same_dataset(dataset: Dataset, config: TrainConfig, saved: SavedRun | None) -> None:

@@ -188,6 +188,16 @@ def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("Q" * 99)
+    text = ("--data", "a.txt")
+
+    said = refused("train", "--initial", trained.directory, *text, cwd=tmp_path)
+
+    by_whom = f"a.txt can't be encoded by the tokenizer of --initial {trained.directory}"
+    assert f"{by_whom}: unknown character 'Q' at position 0" in said
+
+
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
     """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out initial="):

@@ -14,7 +14,7 @@ from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.load import load
 from jgpt.user_code import load_code
 from tests.commands import jgpt as command
-from tests.commands import worked
+from tests.commands import refused, worked
 from tests.runs.harness import Heard
 
 MOVES = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6"]
@@ -84,6 +84,31 @@ def test_a_run_of_an_own_tokenizer_is_trained_resumed_sampled_and_evaluated(fold
     (folder / "my.py").write_text(FILE + "# changed\n")
     done = command("eval", "r", *own, cwd=folder)
     assert "tokenizer my.py:Chess has changed since the run began" in done.stderr
+
+
+def test_a_tokenizer_that_makes_other_tokens_of_the_text_is_not_taken_for_another_text(folder):
+    """Its vocabulary is as large as before: only the order of two moves has changed."""
+    config = config_in(folder, steps=1, eval_interval=1, sample_tokens=0)
+    (folder / "other.py").write_text(FILE.replace('"e2e4", "e7e5"', '"e7e5", "e2e4"'))
+    run = jgpt.fit(config, tokenizer=f"{folder / 'my.py'}:Chess", progress=None)
+
+    with (
+        pytest.warns(UserWarning, match="has changed since the run began"),
+        pytest.raises(ValueError, match=r"the tokenizer has changed .* is the same text, but has"),
+    ):
+        jgpt.evaluate(run.directory, tokenizer=f"{folder / 'other.py'}:Chess")
+
+
+def test_what_is_wrong_with_an_own_tokenizer_is_one_line(folder):
+    """Even if it is noticed in the middle of a sample, and where no option could give it."""
+    jgpt.fit(config_in(folder), tokenizer=f"{folder / 'my.py'}:Chess", progress=None)
+    said = refused("export", "run", "--out", "exported", cwd=folder)
+    assert said.endswith("my.py:Chess is code, which can't be exported")
+
+    (folder / "my.py").write_text(FILE.replace('"?" if token == 7 else ', ""))
+    sample = ("sample", "run", "--prompt", "e2e4", "--tokenizer", "my.py:Chess")
+    said = refused(*sample, cwd=folder)
+    assert "can't decode" in said
 
 
 def test_text_is_prepared_with_an_own_tokenizer(folder, monkeypatch):

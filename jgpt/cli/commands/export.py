@@ -28,10 +28,10 @@ def export(
         # before the model is loaded, which may take a while: it raises for a model without a format
         directory = RunDirectory.open(run)
         config = directory.config()
-        hf_config(config.model, zero_biases=zero_biases)
         if config.dataset.make is not None:
             named = Code.of(config.dataset.make).named
             raise ValueError(f"the tokenizer {named} is code, which can't be exported")
+        hf_config(config.model, zero_biases=zero_biases)
         # tokenizer and settings of generation go out as they came in
         imported = directory.imported()
     with runs.loaded_run(run, checkpoint) as (model, tokenizer, _):

@@ -107,10 +107,14 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> N
     """
     first_prompt, *texts = prompts
     print(first_prompt, end="", flush=True)
-    for first_piece, *other_pieces in pieces:
-        print(first_piece, end="", flush=True)
-        for index, piece in enumerate(other_pieces):
-            texts[index] += piece
+    try:
+        for first_piece, *other_pieces in pieces:
+            print(first_piece, end="", flush=True)
+            for index, piece in enumerate(other_pieces):
+                texts[index] += piece
+    except ValueError:  # of a custom tokenizer, say
+        print()  # or its message would stand behind the text
+        raise
     print()
     for text in texts:
         print(SEPARATOR)
