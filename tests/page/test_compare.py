@@ -31,6 +31,12 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not in
 NAMES = ("step 10", "step 20")
 TEXT = "ips/be"
 TOKENS: list[int] = TOKENIZER.encode(TEXT).tolist()
+# how often the page says what a stronger colour means, which is not so for a difference
+STRONGER = """(() => {
+    const sections = document.querySelectorAll("section");
+    for (const section of sections) section.style.contentVisibility = "visible";
+    return document.body.innerText.split("stronger the colour").length - 1;
+})()"""
 PAIR = """
 JSON.stringify(data.pair, (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)
 """
@@ -128,7 +134,9 @@ def test_weights_that_were_swapped_are_noticed_and_the_page_says_so(tmp_path):
 @needs_chromium
 def test_the_difference_is_the_second_model_minus_the_first(tmp_path):
     with opened(tmp_path / "page.html", html_of_both()) as page:
+        of_one = page.run(STRONGER)
         difference = changed(page, prompt=TEXT, shown="difference")
+        of_difference = page.run(STRONGER)
         page.run("choose({ query: 3, key: 1, layer: 1, head: 2, depth: Infinity })")
         picked = said(page, "picked")
         losses = said(page, "losses")
@@ -170,6 +178,7 @@ def test_the_difference_is_the_second_model_minus_the_first(tmp_path):
     change = float(tip.rpartition("(")[2].rstrip(")"))
     assert change == pytest.approx(weights[1, 2, 3 * 4 // 2 + 1], abs=2e-4)
     assert disabled == [True, True, True]
+    assert [of_one, of_difference] == [2, 0]
     assert errors == []
 
 
