@@ -569,7 +569,7 @@ def _require_its_tokenizer(initial: str, values: Mapping[str, Any]) -> None:
 
     from jgpt.fitting.initial import require_named_tokenizer, tokenizer_of
 
-    require_named_tokenizer(initial, tokenizer_of(initial), named)
+    require_named_tokenizer(Field("initial", initial), tokenizer_of(initial), named)
 
 
 def _raise_if_it_is_a_path(word: str) -> None:

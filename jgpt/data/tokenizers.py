@@ -279,6 +279,11 @@ class CustomTokenizer:
             raise _not_loaded(code)
         if isinstance(make, CustomTokenizer):
             return make
+        if isinstance(make, str) or not (callable(make) or hasattr(make, "encode")):
+            raise ValueError(
+                "a tokenizer is an object with encode, decode and vocab_size, or what makes one, "
+                f"not {_SHORT.repr(make)}"
+            )
         tokenizer = make
         if isinstance(make, type) or not hasattr(make, "encode"):
             try:

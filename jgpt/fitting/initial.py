@@ -97,28 +97,36 @@ def _require_one_tokenizer(
     source: str, tokenizer: Tokenizer, config: DataConfig, saved: DataConfig
 ) -> None:
     """Raise ValueError if a config names another tokenizer than that of the weights."""
-    if config.make is not None:
-        if not isinstance(tokenizer, CustomTokenizer):
-            raise _other_tokenizer(source, "tokenizer", Code.of(config.make).named)
-        return
+    if config.make is not None and not isinstance(tokenizer, CustomTokenizer):
+        custom = Code.of(config.make).named
+        raise _other_tokenizer(Field("initial", source), Field("tokenizer", custom))
+    require_named_tokenizer(Field("initial", source), tokenizer, named_fields(config, saved))
+
+
+def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
+    """Return the fields with which a config names a tokenizer, in addition to a `saved` one.
+
+    A default may not have been written by anyone, and a run's own fields name its own tokenizer.
+    """
+    if config.make is not None:  # which counts instead of these fields
+        return {}
     defaults = DataConfig()
     named = {}
     for name in TOKENIZER_FIELDS:
         value = getattr(config, name)
-        # A default may not have been written by anyone, and a run's fields name its own tokenizer.
         if value not in (getattr(defaults, name), getattr(saved, name)):
             named[name] = value
-    require_named_tokenizer(source, tokenizer, named)
+    return named
 
 
-def require_named_tokenizer(source: str, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields that name another tokenizer than that of the weights.
+def require_named_tokenizer(owner: Field, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
+    """Raise ValueError for fields that name another tokenizer than that of the owner's weights.
 
     With another one, the embedding of a token would be that of another text.
     """
     for name, value in named.items():
         if not _is_named(tokenizer, name, value):
-            raise _other_tokenizer(source, name, value)
+            raise _other_tokenizer(owner, Field(name, value))
 
 
 def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
@@ -130,14 +138,9 @@ def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     return tokenizer.vocab_size == value
 
 
-def _other_tokenizer(source: str, name: str, value: Any) -> ValueError:
-    return ValueError(
-        Message(
-            Field("initial", source),
-            " has a tokenizer, which the run takes: leave out ",
-            Field(name, value),
-        )
-    )
+def _other_tokenizer(owner: Field, named: Field) -> ValueError:
+    message = Message(owner, " has a tokenizer, which the run takes: leave out ", named)
+    return ValueError(message)
 
 
 def tokenizer_of(source: str) -> Tokenizer:

@@ -13,8 +13,10 @@ from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
 from jgpt.data.tokenizers import CustomTokenizer, UnencodableText, is_same_vocabulary
 from jgpt.fitting.initial import (
     Initial,
+    named_fields,
     read_initial,
     require_fitting,
+    require_named_tokenizer,
     require_same_tokenizer,
     require_trainable,
 )
@@ -266,6 +268,9 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
             saved_config = without_ignored_average(saved_config, recorded)
     text_is_known = saved.text is not None
     require_same_run(saved_config, recorded, saved.checkpoints, text_is_known=text_is_known)
+    # Of an imported run, other fields of the data may differ.
+    named = named_fields(recorded.dataset, saved.config.dataset)
+    require_named_tokenizer(Field("out", str(saved.path)), saved.tokenizer, named)
     changed = describe_learning_rate(saved_config, recorded, saved.checkpoints)
     if changed is not None:
         warn(changed)

@@ -147,6 +147,8 @@ def test_a_dataset_may_have_splits_of_its_own():
             {"tokenizer": NumberTokenizer(9)},
             "outside .* of 9: give the tokenizer that made",
         ),
+        ([1, 5], {"tokenizer": "bpe"}, "a tokenizer is an object with encode, .*, not 'bpe'"),
+        ([1, 5], {"tokenizer": 9}, "a tokenizer is an object with encode, .*, not 9"),
         ([1, 5], {"vocab_size": 5.5}, "vocab_size=5.5 must be a whole number from 1 to"),
         (
             np.array([2**64 - 1], np.uint64),

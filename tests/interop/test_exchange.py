@@ -81,6 +81,16 @@ def test_an_imported_run_is_trained_further(imported, gpt2, tmp_path):
     assert evaluation["validation_loss"] < loss_as_imported
 
 
+def test_an_imported_run_keeps_its_tokenizer(imported):
+    """It is named by no field of the run's config, and another one had no effect."""
+    resume = ("train", "--resume", "--out", imported, "--steps", 1)
+
+    said = refused(*resume, "--tokenizer", "byte")
+
+    assert said.endswith("has a tokenizer, which the run takes: leave out --tokenizer byte")
+    worked(*resume, "--tokenizer", "bpe", "--dry-run")
+
+
 @pytest.mark.slow
 def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
     said = worked("export", imported, "--out", tmp_path / "again")
