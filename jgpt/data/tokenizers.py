@@ -531,7 +531,7 @@ class BPETokenizer:
         )
 
     def has_same_tokens(self, other: "Tokenizer") -> bool:
-        """Return whether another tokenizer has the same tokens with a text, by their numbers.
+        """Return whether `other` has the same tokens with a text, by their numbers.
 
         The files of GPT-2 and a `tokenizer.json` of it may differ in what is not a token.
         """
