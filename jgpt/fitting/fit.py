@@ -45,7 +45,12 @@ from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, Run
 from jgpt.runs.load import load
 from jgpt.runs.target import choose_target
 from jgpt.shapes.contract import typed
-from jgpt.training.custom_objective import first_loss, require_finite, require_pure
+from jgpt.training.custom_objective import (
+    first_loss,
+    require_finite,
+    require_pure,
+    unread_arrays,
+)
 from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.optimizer import trained_weights
 from jgpt.training.plan import Plan, make_plan, with_process_memory
@@ -385,7 +390,7 @@ def _check_custom_code(
         made.require_pure(int(state.step))
         windows = made.abstract(int(state.step))
     if config.objective is not None:
-        _check_objective(prepared, state, made)
+        _check_objective(prepared, state, made, progress)
     # With the arguments of the first call, which then finds the traced steps in JAX's cache.
     arguments = (state, windows, dropout_stream(config.seed), 0, int(state.step))
     train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
@@ -421,8 +426,13 @@ def _require_derivatives(
         ) from None
 
 
-def _check_objective(prepared: PreparedRun, state: TrainState, made: OwnBatches | None) -> None:
-    """Raise ValueError for an objective that is not pure, or not finite on the next batch."""
+def _check_objective(
+    prepared: PreparedRun, state: TrainState, made: OwnBatches | None, progress: Progress
+) -> None:
+    """Raise ValueError for an objective that is not pure, or not finite on the next batch.
+
+    Warn if it does not read the weights or the documents of a batch.
+    """
     config = prepared.config.trained
     if made is not None:
         batch = jax.tree.map(jnp.asarray, made.of_step(int(state.step)))
@@ -442,6 +452,9 @@ def _check_objective(prepared: PreparedRun, state: TrainState, made: OwnBatches 
     rows = config.batch_size // config.micro_batches
     first = jax.tree.map(lambda array: array[:rows], batch)
     require_pure(config, first)
+    if made is not None:
+        for name in unread_arrays(config, first):
+            progress.warned(f"the objective does not read the {name} that the batches have")
     weights = trained_weights(state.weights, state.optimizer)
     require_finite(first_loss(config, weights, first, dropout_stream(config.seed)))
 

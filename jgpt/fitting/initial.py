@@ -205,11 +205,25 @@ def require_fitting(initial: Initial, config: TrainConfig) -> None:
         # Without `trainable`, all parameters are trained, and none of them may be absent.
         if found is None and trainable and is_trainable(name, trainable):
             continue
+        if found is None and trainable:
+            raise ValueError(
+                Message(
+                    Field("initial", initial.source),
+                    f" has no {name}, and ",
+                    Field("trainable", trainable),
+                    " does not name it: a parameter that is frozen must have its name in the "
+                    "initial weights, which a module that wraps another one changes",
+                )
+            )
+        remedy = Message("")
+        if name == "position_embedding.embedding":
+            remedy = Message("; with ", Field("positions", "rotary"), " a block has any length")
         if shape != found:
             raise ValueError(
                 Message(
                     Field("initial", initial.source),
                     f" is of another architecture: {name} is {found or 'absent'} in it, and "
                     f"{shape or 'absent'} in the model of the config",
+                    remedy,
                 )
             )

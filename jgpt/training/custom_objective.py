@@ -17,6 +17,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.nn.models import Weights, abstract_model, weights_of
 from jgpt.nn.stacking import model_merger
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
@@ -162,12 +163,62 @@ def require_pure(config: TrainConfig, batch: Batch) -> None:
         )
 
 
+def unread_arrays(config: TrainConfig, batch: Batch) -> list[str]:
+    """Return the names of a batch's arrays that a custom objective does not read.
+
+    An objective that computes a mean of its own forgets the weights of targets easily, and then
+    the model learns what it should not.
+    """
+    objective = make_objective(config)
+    program = _program(config, lambda _: objective)
+    weights = weights_of(abstract_model(config.model))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed = jax.make_jaxpr(program)(weights, [], batch, key)
+    read = set()
+    for equation in closed.jaxpr.eqns:
+        read.update(id(variable) for variable in equation.invars)
+    read.update(id(variable) for variable in closed.jaxpr.outvars)
+    arguments, _ = jax.tree_util.tree_flatten_with_path({"batch": batch})
+    # weights come before the batch, and the key after it
+    end = len(closed.jaxpr.invars) - 1
+    variables = closed.jaxpr.invars[end - len(arguments) : end]
+    unread = []
+    for (path, _), variable in zip(arguments, variables, strict=True):
+        if id(variable) not in read:
+            unread.append(path[-1].name)
+    return unread
+
+
 @typed
 def first_loss(config: TrainConfig, weights: Weights, batch: Batch, key: Key[Array, ""]) -> Loss:
-    """Return a custom objective's loss on a batch."""
+    """Return a custom objective's loss on a batch.
+
+    Raises ValueError for an objective that keeps a value of a block that is transformed.
+    """
     with_arrays, arrays = split_arrays(make_objective(config))
-    value, weight, _ = jax.jit(_program(config, with_arrays))(weights, arrays, batch, key)
+    program = jax.jit(_program(config, with_arrays))
+    try:
+        value, weight, _ = program(weights, arrays, batch, key)
+    except jax.errors.UnexpectedTracerError:
+        raise ValueError(_kept_value(config)) from None
     return Loss(value, weight.astype(value.dtype))
+
+
+def _kept_value(config: TrainConfig) -> Message:
+    """Return what is wrong with an objective that keeps a value after its transformation."""
+    if config.model.scan_layers:
+        remedy = Message(": give ", Field("scan_layers", False))
+    elif config.model.remat:
+        remedy = Message(": give ", Field("remat", False))
+    elif config.mesh is not None and "fsdp" in config.mesh:
+        remedy = Message(": leave out fsdp in ", Field("mesh", config.mesh))
+    else:
+        remedy = Message("")
+    return Message(
+        "the objective uses a value from inside a transformation, such as the scan or the "
+        "rematerialisation of blocks, after that has ended",
+        remedy,
+    )
 
 
 def require_finite(loss: Loss) -> None:

@@ -104,6 +104,24 @@ def test_all_weights_are_those_of_the_model(trained, config):
     assert arrays_of(model)  # the model's own arrays were not donated
 
 
+class Wrapper(nnx.Module):
+    """A module around another one, whose parameters get other names."""
+
+    def __init__(self, base):
+        self.base = base
+        self.lora_a = nnx.Param(jnp.zeros(1))
+
+    def __call__(self, x, *, rngs=None):
+        return self.base(x, rngs=rngs) + self.lora_a[...]
+
+
+def wrapping(config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> jgpt.GPT:
+    model = jgpt.GPT(config, rngs=rngs)
+    for block in model.blocks:
+        block.feed_forward = Wrapper(block.feed_forward)  # type: ignore[assignment]
+    return model
+
+
 def test_weights_of_another_architecture_and_patterns_are_refused(trained, config, tmp_path):
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=31))
     with pytest.raises(ValueError, match=r"another architecture: blocks.0.feed_forward.\S+ is \("):
@@ -112,6 +130,21 @@ def test_weights_of_another_architecture_and_patterns_are_refused(trained, confi
         ValueError, match=r"another architecture: blocks\.0\.feed_forward\.lora_a is a"
     ):
         jgpt.fit(config, model=LoRAGPT, initial=trained.directory, progress=None)
+    with pytest.raises(
+        ValueError, match=r"has no blocks\.0\.feed_forward\.base\.\S+, and trainable"
+    ):
+        jgpt.fit(
+            config,
+            model=wrapping,
+            initial=trained.directory,
+            trainable=("*.lora_?",),
+            progress=None,
+        )
+    longer = dataclasses.replace(config.model, block_size=2 * config.model.block_size)
+    with pytest.raises(ValueError, match=r"of the config; with positions='rotary' a block has any"):
+        jgpt.fit(
+            dataclasses.replace(config, model=longer), initial=trained.directory, progress=None
+        )
     with pytest.raises(ValueError, match=r"trainable=\('\*\.lora',\) fits no parameter"):
         jgpt.fit(config, trainable=("*.lora",), progress=None)
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ import jgpt
 from jgpt import Batch, DataConfig, Dataset, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.fitting.progress import Progress
 from jgpt.runs.directory import RunDirectory
-from tests.runs.harness import kill_resume
+from tests.runs.harness import Heard, kill_resume
 
 BLOCK = 8
 ROWS = 4
@@ -207,6 +207,34 @@ def test_nothing_is_learned_where_weights_are_zero(tmp_path):
 
     assert with_padding == with_other_padding
     assert with_padding != without_weights
+
+
+def forgetful(config):
+    """The mean of all targets, whatever they weigh."""
+
+    def objective(model, batch, rngs):
+        return jgpt.cross_entropy(model(batch.inputs, rngs=rngs), batch.targets)
+
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [(forgetful, ["the objective does not read the weights that the batches have"]), (None, [])],
+)
+def test_an_objective_that_forgets_the_weights_is_warned_of(tmp_path, objective, message):
+    config = TrainConfig(
+        model=ModelConfig("bigram", block_size=BLOCK),
+        steps=1,
+        batch_size=ROWS,
+        sample_tokens=0,
+        out=str(tmp_path / "run"),
+    )
+    heard = Heard()
+
+    jgpt.fit(config, dataset=notes(), batches=padded, objective=objective, progress=heard)
+
+    assert heard.messages == message
 
 
 def changed(**changes):

@@ -14,6 +14,7 @@ from flax import nnx
 
 import jgpt
 from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.nn.loss import token_losses
 from jgpt.nn.models import abstract_model
 from jgpt.nn.stacking import model_merger
 from jgpt.training.custom_objective import (
@@ -21,6 +22,7 @@ from jgpt.training.custom_objective import (
     require_finite,
     require_pure,
     split_arrays,
+    unread_arrays,
 )
 from jgpt.training.objective import next_token_loss, target_losses
 from jgpt.training.state import abstract_state, dropout_stream, init_state
@@ -230,3 +232,67 @@ def test_a_wrong_objective_is_refused_in_one_line(message):
 def test_a_good_objective_passes():
     config = dataclasses.replace(BIGRAM, objective=of(lambda loss: Loss(loss, 3, {"z": loss})))
     require_good(config)
+
+
+def mean_of_all_targets(config):
+    def objective(model, batch, rngs):
+        return jgpt.cross_entropy(model(batch.inputs, rngs=rngs), batch.targets)
+
+    return objective
+
+
+def weighted_mean(config):
+    def objective(model, batch, rngs):
+        losses = token_losses(model(batch.inputs, rngs=rngs), batch.targets)
+        return Loss((losses * batch.weights).mean())
+
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("make", "unread"),
+    [
+        (mean_of_all_targets, ["weights", "documents"]),
+        (weighted_mean, ["documents"]),
+        (lambda config: next_token_loss, []),
+    ],
+)
+def test_arrays_that_an_objective_does_not_read_are_found(make, unread):
+    weights = jnp.linspace(0, 1, 36).reshape(6, 6)
+    batch = Batch(TOKENS, weights, jnp.zeros_like(TOKENS))
+
+    assert unread_arrays(dataclasses.replace(CONFIG, objective=make), batch) == unread
+
+
+def keeping_a_value_of_a_block(config):
+    def objective(model, batch, rngs):
+        kept = []
+
+        def watch(call):
+            if call.path.endswith("feed_forward"):
+                kept.append(jnp.square(call.arguments["x"]).mean())
+
+        with jgpt.watching(watch):
+            loss = next_token_loss(model, batch, rngs).value
+        return loss + sum(kept)
+
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"remat": True}, "give remat=False"),
+        ({"scan_layers": True, "num_layers": 2}, "give scan_layers=False"),
+    ],
+)
+def test_a_value_of_a_transformed_block_is_refused_in_one_line(changes, remedy):
+    model = dataclasses.replace(CONFIG.model, **changes)
+    config = dataclasses.replace(CONFIG, model=model, objective=keeping_a_value_of_a_block)
+
+    with pytest.raises(ValueError, match=r"^the objective uses a value .*inside") as caught:
+        first_loss(config, init_state(config).weights, Batch(TOKENS), KEY)
+
+    assert str(caught.value).endswith(remedy)
+    plain = dataclasses.replace(CONFIG, objective=keeping_a_value_of_a_block)
+    require_finite(first_loss(plain, init_state(plain).weights, Batch(TOKENS), KEY))
