@@ -548,7 +548,7 @@ def _config_of_initial(source: str) -> TrainConfig:
     from jgpt.runs.directory import RunDirectory
     from jgpt.runs.load import load_pretrained
 
-    if RunDirectory.exists(Path(source)):
+    if RunDirectory.is_run(Path(source)):
         config = RunDirectory.open(source).config()
         # The next run may be trained in another way, and needs only the code of the model.
         optimizer = dataclasses.replace(config.optimizer, make=None)

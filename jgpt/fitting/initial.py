@@ -70,7 +70,7 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
     if isinstance(initial, (str, Path)):
         source = str(initial)
         saved_data = DataConfig()
-        if RunDirectory.exists(Path(initial)):
+        if RunDirectory.is_run(Path(initial)):
             saved = RunDirectory.open(initial).config()
             saved_data = saved.dataset
             model_code = None
@@ -145,7 +145,7 @@ def _other_tokenizer(owner: Field, named: Field) -> ValueError:
 
 def tokenizer_of(source: str) -> Tokenizer:
     """Return the tokenizer of a run or a Hugging Face folder, without reading its weights."""
-    if RunDirectory.exists(Path(source)):
+    if RunDirectory.is_run(Path(source)):
         return RunDirectory.open(source).tokenizer()
     return read_folder_tokenizer(find_model(source), MAX_NUMBERS)
 

@@ -196,6 +196,11 @@ class RunDirectory:
         return (path / CONFIG).is_file()
 
     @classmethod
+    def is_run(cls, path: Path) -> bool:
+        """Return whether a folder is a run. That of a Hugging Face model has a config.json, too."""
+        return cls.exists(path) and (path / CHECKPOINTS).is_dir()
+
+    @classmethod
     def latest(cls) -> Path:
         """Return the run in runs/ that was written to last. Raises FileNotFoundError if there is
         none."""

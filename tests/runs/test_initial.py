@@ -163,6 +163,36 @@ def test_the_command_starts_from_a_run(trained, tmp_path, poem):
     )
 
 
+SHAPE = ("--block-size", 7, "--num-layers", 1, "--embed-dim", 12, "--qkv-bias", "--use-bias")
+
+
+@pytest.mark.parametrize("preset", [(), ("tiny", *SHAPE)], ids=["of the folder", "of a preset"])
+def test_the_command_starts_from_a_hugging_face_folder(preset, tmp_path, poem):
+    """It has a config.json, as a run has, and was taken for one."""
+    tokenizer = jgpt.BPETokenizer.train([poem.read_text()], 263)
+    config = jgpt.ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        block_size=7,
+        num_layers=1,
+        num_heads=2,
+        embed_dim=12,
+        qkv_bias=True,
+        use_bias=True,
+    )
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    jgpt.save_hf(model, tmp_path / "folder", tokenizer=tokenizer)
+    start = ("train", *preset, "--initial", "folder", "--trainable", "blocks.*")
+    length = ("--data", poem, "--steps", 1, "--sample-tokens", 0)
+
+    done = command(*start, *length, "--out", "r", cwd=tmp_path)
+
+    assert done.code == 0, done.stderr
+    loaded = jgpt.load(tmp_path / "r")
+    after = arrays_of(loaded.model)["token_embedding.embedding"]
+    assert (after == arrays_of(model)["token_embedding.embedding"]).all()
+    assert loaded.tokenizer.encode("the").tolist() == tokenizer.encode("the").tolist()
+
+
 @pytest.mark.parametrize(
     "named",
     [
