@@ -160,7 +160,7 @@ def pages_with_python() -> list[Any]:
     pages = {page for page, block in ALL if block.language == "python"}
     cases = []
     for page in sorted(pages - {SESSION}):
-        if page.name in ("api.md", "change.md", "runs.md"):
+        if page.name in ("api.md", "change.md", "data.md", "runs.md"):
             cases.append(pytest.param(page, marks=pytest.mark.slow))
         else:
             cases.append(page)
