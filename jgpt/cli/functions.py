@@ -61,14 +61,23 @@ def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
         raise ValueError(failed.error) from None
 
 
-def show_values(run: str, prompt: str, model: str | None, *, of: str | None, json: bool) -> Lines:
+def show_values(
+    run: str,
+    prompt: str,
+    model: str | None,
+    tokenizer: str | None,
+    *,
+    of: str | None,
+    json: bool,
+) -> Lines:
     """Print the source of a run's model with the values of a prompt, or return it as JSON."""
-    with runs.loaded_run(run, "best", model=model) as (loaded, tokenizer, _):
+    with runs.loaded_run(run, "best", model=model, tokenizer=tokenizer) as opened:
         import jax.numpy as jnp
 
         from jgpt.shapes.source import annotated_source
 
-        tokens = tokenizer.encode(prompt)[-loaded.block_size :]
+        loaded, used_tokenizer, _ = opened
+        tokens = used_tokenizer.encode(prompt)[-loaded.block_size :]
         if len(tokens) == 0:
             raise OptionError("--prompt has no token: write a text")
         annotated = annotated_source(loaded, jnp.asarray(tokens)[None], of=of, values=True)

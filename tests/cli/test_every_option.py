@@ -513,12 +513,14 @@ def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
     assert said == "file.py: attend\na line\n"
 
     calls.note("jgpt.cli.functions.show_values", ["values"])
-    words = ("--model", "m.py:GPT", "--source", "--of", "attend", "--prompt", "a b")
+    code = ("--model", "m.py:GPT", "--tokenizer", "m.py:Words")
+    words = (*code, "--source", "--of", "attend", "--prompt", "a b")
     assert type_in("shapes", "run", *words) == "values\n"
     assert calls["show_values"] == {
         "run": "run",
         "prompt": "a b",
         "model": "m.py:GPT",
+        "tokenizer": "m.py:Words",
         "of": "attend",
         "json": False,
     }

@@ -66,11 +66,14 @@ def test_a_run_of_an_own_tokenizer_is_trained_resumed_sampled_and_evaluated(fold
     assert "jgpt sample r --tokenizer my.py:Chess" in said
     assert worked("sample", "r", "--prompt", "e2e4 e7e5", *own, cwd=folder).startswith("e2e4 e7e5")
     assert "validation loss" in worked("eval", "r", *own, cwd=folder)
+    values = ("shapes", "r", "--source", "--of", "GPT.hidden", "--prompt", "e2e4 e7e5")
+    assert "float32[1 2 32]" in worked(*values, *own, cwd=folder)
     for words in (
         ("sample", "r"),
         ("eval", "r"),
         ("look", "r", "--prompt", "e2e4"),
         ("attention", "r", "--prompt", "e2e4"),
+        ("shapes", "r", "--source", "--prompt", "e2e4"),
         ("train", "--out", "r", "--resume", "--steps", 5),
     ):
         done = command(*words, cwd=folder)

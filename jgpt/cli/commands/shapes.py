@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jgpt.cli import functions, runs, sources, terminal
-from jgpt.cli.arguments import Lines, ModelOption
+from jgpt.cli.arguments import Lines, ModelOption, TokenizerOption
 from jgpt.cli.failing import source_shown
 from jgpt.cli.follow import follow as follow_file
 from jgpt.cli.options import OptionError, OptionSpec, words_of
@@ -39,6 +39,7 @@ def shapes(
         ),
     ] = (),
     model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
     batch: int | None = None,
     time: int | None = None,
     depth: int | None = None,
@@ -86,6 +87,8 @@ def shapes(
                 raise OptionError(f"--prompt shows the values of one text: leave out {flag}")
         if functions.is_code(what) or what in PRESETS:
             raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
+    elif tokenizer is not None:
+        raise OptionError(f"--tokenizer {tokenizer} encodes --prompt: give both")
     if follow and not source:
         raise OptionError("--follow shows --source again: give both")
     del given["follow"]
@@ -101,6 +104,7 @@ def _show(
     what: str,
     arrays: tuple[str, ...],
     model: str | None,
+    tokenizer: str | None,
     batch: int | None,
     time: int | None,
     depth: int | None,
@@ -113,7 +117,7 @@ def _show(
 ) -> Lines:
     """Print the tree of calls or the source, or return it as JSON."""
     if prompt is not None:
-        return functions.show_values(what, prompt, model, of=of, json=json)
+        return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
     if functions.is_code(what):
         if model is not None:
             raise OptionError(f"give {what} or --model {model}, not both")
