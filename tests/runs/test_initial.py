@@ -1,6 +1,7 @@
 """Runs that start from weights, and train only some parameters."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -235,6 +236,19 @@ def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
     jgpt.BPETokenizer.train(["hgfedcba " * 40], 263).save_gpt2(tmp_path)
     with pytest.raises(ValueError, match="which the run takes: leave out tokenizer_files="):
         named(run, *files)
+
+
+def test_only_the_code_of_the_model_is_needed_to_start_from_a_run(copy, tmp_path):
+    """Its batches were asked for, although its objective and optimizer were not."""
+    path = tmp_path / "copy" / "config.json"
+    record = {"name": "rows", "file": "rows.py", "sha256": "0" * 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"batches": record}))
+    assert RunDirectory.open(copy.out).config().batches is not None
+
+    config = parse(COMMANDS["train"], "train", ["--initial", copy.out])["config"]
+
+    assert config.batches is None
+    assert config.model.embed_dim == copy.model.embed_dim
 
 
 def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
