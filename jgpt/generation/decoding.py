@@ -78,7 +78,7 @@ def stream(
     """
     graph, weights = nnx.split(model)
     key = typed_key(key)
-    prompt = jax.device_put(prompt)  # `jnp.asarray` would compile a program
+    prompt = jnp.asarray(prompt)
     _require_no_trace((weights, prompt, key))
     _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)
 
