@@ -78,12 +78,12 @@ def stream(
     """
     graph, weights = nnx.split(model)
     key = typed_key(key)
-    prompt = jnp.asarray(prompt)
-    _require_no_trace((weights, prompt, key))
-    _require_valid(prompt, lengths, max_new_tokens, model.vocab_size)
+    tokens: Any = jax.device_put(prompt)  # `jnp.asarray` would compile a program
+    _require_no_trace((weights, tokens, key))
+    _require_valid(tokens, lengths, max_new_tokens, model.vocab_size)
 
     size = model.block_size
-    window = _left_padded(np.asarray(prompt, np.int32), lengths, size)
+    window = _left_padded(np.asarray(tokens, np.int32), lengths, size)
     length = np.minimum(lengths, size).astype(np.int32)
     width, capacity = _cache_sizes(int(length.max()), max_new_tokens, size)
     window, length, cache = _prefill(

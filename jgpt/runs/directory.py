@@ -180,6 +180,10 @@ class RunDirectory:
                     )
                 )
             raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
+        if not cls.is_run(path) and any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
+            )
         # Checked before anything is read: a pipe would never end, and a link may lead anywhere.
         for entry in path.iterdir():
             refuse_foreign(entry)

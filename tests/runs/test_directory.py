@@ -123,6 +123,14 @@ def test_a_path_that_is_no_run_s_is_not_opened(path, tmp_path):
         RunDirectory.open(tmp_path / path)
 
 
+def test_a_hugging_face_model_is_named_as_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    reason = f"{tmp_path} is a Hugging Face model, not a run: make a run of it with jgpt import"
+    with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
+        RunDirectory.open(tmp_path)
+
+
 def test_the_latest_run_is_the_one_that_was_written_to_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="the folder runs has no run"):
