@@ -21,6 +21,7 @@ import pytest
 from jgpt import GPT, save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
+from jgpt.cli.commands.sample import _print_texts
 from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.cli.terminal import importing
 from jgpt.data.tokenizers import tokenizer_from_json
@@ -161,6 +162,18 @@ def test_what_is_imported_is_left_out_of_collections_once(monkeypatch, frozen, f
 
     assert gc.isenabled()
     assert events == ["imported"] + ["frozen"] * freezes
+
+
+@pytest.mark.parametrize("kind", [FloatingPointError, ValueError])
+def test_what_ends_a_text_is_said_on_a_line_of_its_own(kind, capsys):
+    def pieces():
+        yield ("efgh",)
+        raise kind("the weights have diverged")
+
+    with pytest.raises(kind, match="diverged"):
+        _print_texts(("abc",), pieces())
+
+    assert capsys.readouterr().out == "abcefgh\n"
 
 
 IN_A_PROCESS = {

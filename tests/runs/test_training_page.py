@@ -21,7 +21,7 @@ from flax import nnx
 
 import jgpt
 from jgpt.cli.options import in_options
-from jgpt.cli.page import PageProgress
+from jgpt.cli.page import PROGRAM, PageProgress
 from jgpt.cli.terminal import open_console
 from jgpt.data.tokenizers import NumberTokenizer
 from jgpt.fitting.profiling import compilations_watched
@@ -256,6 +256,32 @@ def test_the_first_checkpoint_finds_its_programs_compiled(run):
     with compilations_watched(compiled.append):
         assert writer.update()
     assert compiled == []
+
+
+def test_collections_are_on_again_when_the_page_is_prepared(run):
+    watched = (
+        "from jgpt.pictures.training_page import TrainingPage; states = []; "
+        "TrainingPage.prepare = lambda self: states.append(gc.isenabled()); "
+        "TrainingPage.update = lambda self, **_: states.append(gc.isenabled()); "
+        "main(); print(states, flush=True)"
+    )
+    program = PROGRAM.removesuffix("main()") + watched
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        # It ends at once when this is closed, so that comes after what it says.
+        print(json.dumps([str(run), PROMPT, None, None]), file=process.stdin)
+        print("end", file=process.stdin, flush=True)
+        said = process.stderr.readline()
+
+    # `main` prints what user code would print to standard error
+    assert re.fullmatch(r"\[False(, True)+\]\n", said), said
 
 
 def test_a_page_is_a_file_of_its_run(run, writer):

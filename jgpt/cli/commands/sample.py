@@ -112,7 +112,7 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> N
             print(first_piece, end="", flush=True)
             for index, piece in enumerate(other_pieces):
                 texts[index] += piece
-    except ValueError:  # of a custom tokenizer, say
+    except (ValueError, FloatingPointError):  # of a custom tokenizer, or of diverged weights
         print()  # or its message would stand behind the text
         raise
     print()
