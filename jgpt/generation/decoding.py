@@ -78,12 +78,14 @@ def stream(
     """
     graph, weights = nnx.split(model)
     key = typed_key(key)
-    tokens: Any = jax.device_put(prompt)  # `jnp.asarray` would compile a program
-    _require_no_trace((weights, tokens, key))
+    _require_no_trace((weights, prompt, key))
+    # On the host: a conversion on the device would compile a program, and the processes of a mesh
+    # can't move a prompt that they share to the device of one.
+    tokens = np.asarray(prompt)
     _require_valid(tokens, lengths, max_new_tokens, model.vocab_size)
 
     size = model.block_size
-    window = _left_padded(np.asarray(tokens, np.int32), lengths, size)
+    window = _left_padded(tokens.astype(np.int32), lengths, size)
     length = np.minimum(lengths, size).astype(np.int32)
     width, capacity = _cache_sizes(int(length.max()), max_new_tokens, size)
     window, length, cache = _prefill(
@@ -151,7 +153,7 @@ def _require_no_trace(arrays: Any) -> None:
 
 @typed
 def _require_valid(
-    prompt: Int[Array, "batch time"],
+    prompt: Int[np.ndarray, "batch time"],
     lengths: Int[np.ndarray, " batch"],
     max_new_tokens: int,
     vocab_size: int,

@@ -65,7 +65,7 @@ class Module(nnx.Module):
 
 @typed
 def require_in_vocabulary(
-    tokens: Int[Array, "*rows"], vocab_size: int, what: str = "token"
+    tokens: Int[Array | np.ndarray, "*rows"], vocab_size: int, what: str = "token"
 ) -> None:
     """Raise ValueError, naming the place, for the first token outside the vocabulary.
 

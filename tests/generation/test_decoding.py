@@ -420,6 +420,10 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
             {"prompt": jnp.array([[3, 4], [-1, 3]])},
             "the prompt's token -1 at batch index 1, position 0 is outside the vocabulary of 17",
         ),
+        (
+            {"prompt": np.array([[3, 2**32]])},  # 0 as an int32
+            "the prompt's token 4294967296 at batch index 0, position 1 is outside the vocabulary",
+        ),
     ],
 )
 def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, message):
