@@ -303,13 +303,16 @@ def test_a_mesh_that_was_given_is_not_replaced_by_the_default():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="resource usage of a child")
 def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
-    """Of a state of 340 MB, with what is saved, evaluated and sampled."""
+    """Of a state of 340 MB and of activations of 950 MB, with what is saved, evaluated and sampled.
+
+    With smaller activations the peak is that of the save, and compilation changes it by a fifth.
+    """
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 3000)
     command = [sys.executable, "-m", "jgpt.cli", "train", "tiny", "--data", str(text)]
     command += ["--out", str(tmp_path / "run"), "--steps", "3", "--eval-interval", "3"]
     command += ["--embed-dim", "768", "--num-layers", "4", "--num-heads", "6"]
-    command += ["--block-size", "128", "--batch-size", "2", "--eval-tokens", "1000"]
+    command += ["--block-size", "128", "--batch-size", "16", "--eval-tokens", "1000"]
     planned = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, check=True)
     expected = json.loads(planned.stdout)["process_memory"]
     # not by wait4, which counts what this process had when it started the other
@@ -322,5 +325,5 @@ def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
     )
     taken = int(trained.stderr.split()[-1])
 
-    assert expected > 340_000_000
+    assert expected > 340_000_000 + 950_000_000
     assert taken == pytest.approx(expected, rel=0.2)
