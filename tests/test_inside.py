@@ -325,6 +325,40 @@ def test_the_error_of_a_watch_goes_through_as_it_is():
     assert jgpt.causal_mask(1).all()  # no watch is left
 
 
+@pytest.mark.parametrize("changes", [{}, {"remat": True}, {"scan_layers": True}])
+def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
+    model = model_of(**changes)
+
+    def keep(name, factor):
+        def watch(call):
+            if call.path.endswith(name) and call.function.__name__ == "__call__":
+                call.keep(factor * call.arguments["x"].mean())
+
+        return watch
+
+    outer = jgpt.watching(keep("feed_forward", 3))
+    inner = jgpt.watching(keep("attention", 2))
+    with outer as of_mlps, inner as of_attention:
+        model(TOKENS)
+
+    results = jgpt.capture(model, "blocks.*.attention_norm", "blocks.*.feed_forward_norm")(TOKENS)
+    for kept, factor, norm in ((of_attention, 2, "attention"), (of_mlps, 3, "feed_forward")):
+        expected = []
+        for layer in range(3):
+            # The first result is that of the base class, without the bias.
+            expected.append(factor * results[f"blocks.{layer}.{norm}_norm[1]"].mean())
+        np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-7)
+        assert len(set(map(float, kept))) == 3
+
+
+def test_only_numbers_and_arrays_are_kept():
+    def watch(call):
+        call.keep(call.path)
+
+    with jgpt.watching(watch), pytest.raises(TypeError, match="keep needs an array or a number"):
+        jgpt.causal_mask(3)
+
+
 def test_watching_needs_the_checks(monkeypatch):
     monkeypatch.setattr("jgpt.shapes.contract.config.jaxtyping_disable", True)
     with pytest.raises(ValueError, match="switched off"), jgpt.watching(lambda call: None):

@@ -1,5 +1,6 @@
 """Running the blocks in a loop or a scan, and the values stored for the backward pass."""
 
+import operator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jgpt.config import ModelConfig
 from jgpt.nn.cache import KVCache
 from jgpt.parallel.gather import remat
 from jgpt.parallel.rules import shard_by_name, stacked
-from jgpt.shapes.calls import place
+from jgpt.shapes.calls import keep_all, keeping_apart, place
 from jgpt.shapes.contract import typed
 
 
@@ -47,8 +48,10 @@ def run_blocks(
         )
 
     def call(block, x, rngs):  # not Block.__call__: a subclass may override it
-        with place("blocks.*"):  # rematerialisation makes a single copy for all blocks
-            return block(x, rngs=rngs, **masked)
+        # Rematerialisation makes a single copy for all blocks.
+        with place("blocks.*"), keeping_apart() as kept:
+            x = block(x, rngs=rngs, **masked)
+        return x, kept
 
     # A user's own block need not have this argument.
     masked = {}
@@ -63,7 +66,8 @@ def run_blocks(
             x = x + shortcut[i].astype(x.dtype) * embedded
         states.append(x)
         if layer_cache is None:
-            x = run(block, x, rngs)
+            x, kept = run(block, x, rngs)
+            keep_all(kept)
         else:  # decoding has no backward pass
             x = block(x, cache=layer_cache, rngs=rngs)
         x = shard_by_name(x, "batch", "time", None)  # only by batch, between any two blocks
@@ -111,14 +115,17 @@ def _scanned(
         if scale is not None:
             x = x + scale * embedded
         rngs = nnx.merge(rng_graph, rng_state)
-        with place("blocks.*"):
+        with place("blocks.*"), keeping_apart() as kept:
             y = nnx.merge(graph, weights)(x, rngs=rngs, **masked)
         y = shard_by_name(y, "batch", "time", None)
-        return (y, nnx.to_pure_dict(nnx.state(rngs))), x  # the carry, and the block's input
+        # The carry; then the block's input, and what was kept in the block.
+        return (y, nnx.to_pure_dict(nnx.state(rngs))), (x, kept)
 
     call = remat(call, full=config.remat, scanned=True)
     rng_state = nnx.to_pure_dict(nnx.state(rngs))  # empty in evaluation
     # states: num_layers batch time embed_dim
-    (x, rng_state), states = jax.lax.scan(call, (x, rng_state), (weights, scales))
+    (x, rng_state), (states, kept) = jax.lax.scan(call, (x, rng_state), (weights, scales))
+    for layer in range(config.num_layers):
+        keep_all(jax.tree.map(operator.itemgetter(layer), kept))
     nnx.update(rngs, rng_state)  # the caller continues with the key after the last block's
     return *states, x

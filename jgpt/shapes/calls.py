@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import numpy as np
 from jaxtyping import config
 
 from jgpt.shapes.describe import describe_value
@@ -29,9 +30,34 @@ class TypedCall:
     """The arguments by name, with `self` and defaults."""
     annotations: dict[str, Any]
     """The annotations by name; that of the result is `return`."""
+    kept: list[Any] = dataclasses.field(repr=False)
+    """The list that `watching` returned, or within a block the list of that block."""
+
+    def keep(self, value: Any) -> None:
+        """Append an array to the list that `watching` returned.
+
+        Under `jit` a value of a block that is scanned or rematerialised exists only in that block.
+        A value that is kept becomes one of the block's results, so that code outside can read it:
+        a loss, for example. The values of a scan are appended layer by layer, as in a loop over
+        the blocks. Raises TypeError for anything but an array or a number.
+        """
+        import jax
+
+        # Not `ArrayLike`, which no tracer is an instance of.
+        if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
+            raise TypeError(f"keep needs an array or a number, not {describe_value(value)}")
+        self.kept.append(value)
 
 
 Watch = Callable[[TypedCall], Callable[[Any], Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watcher:
+    """A function that is called before each typed call, and the values that it kept."""
+
+    watch: Watch
+    kept: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +77,7 @@ class _ProgramKey:
     """Whether a program traced in this time may contain results that a watcher replaced."""
 
 
-_WATCHES: ContextVar[tuple[Watch, ...]] = ContextVar("watches", default=())
+_WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("watchers", default=())
 _PLACE: ContextVar[_Place] = ContextVar("place", default=_Place("", {}))  # noqa: B039  never changed
 _INNERMOST: ContextVar[tuple[_ProgramKey, Any] | None] = ContextVar("innermost", default=None)
 """The key of the innermost watcher, and JAX's trace when it began."""
@@ -78,14 +104,15 @@ def set_context(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: Watch) -> Iterator[list[Any]]:
     """Call `watch` before each `@typed` call on this thread.
 
     It may return a function of the result. The value of that function replaces the result, and is
     checked like any other. Among nested watchers, the outer one is called first, and the inner one
     receives the result first. A program that `jit` compiled before is traced again within each
     `watching`, so `watch` is called once for each of its calls. A replacement ends with the block.
-    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`. Raises
+    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`. The list
+    that the context returns has the values that `watch` keeps by `TypedCall.keep`. Raises
     ValueError if checks are switched off.
     """
     if not callable(watch):
@@ -99,13 +126,14 @@ def watching(watch: Watch) -> Iterator[None]:
         key = _UNUSED_KEYS.pop()
     except IndexError:
         key = _ProgramKey()
+    watcher = _Watcher(watch, [])
     try:
         with (
             program_context()(key),
             set_context(_INNERMOST, (key, get_opaque_trace_state())),
-            set_context(_WATCHES, (*_WATCHES.get(), watch)),
+            set_context(_WATCHERS, (*_WATCHERS.get(), watcher)),
         ):
-            yield
+            yield watcher.kept
     finally:
         # The programs of a used key contain replaced results and must not be found again.
         if not key.is_used:
@@ -114,7 +142,24 @@ def watching(watch: Watch) -> Iterator[None]:
 
 def is_watched() -> bool:
     """Return whether a watcher is active for typed calls on this thread."""
-    return bool(_WATCHES.get())
+    return bool(_WATCHERS.get())
+
+
+@contextlib.contextmanager
+def keeping_apart() -> Iterator[list[list[Any]]]:
+    """Return the values that are kept in the block, a list for each watcher.
+
+    A transformation returns them as results, and what calls it gives them to `keep_all`.
+    """
+    watchers = [dataclasses.replace(watcher, kept=[]) for watcher in _WATCHERS.get()]
+    with set_context(_WATCHERS, tuple(watchers)):
+        yield [watcher.kept for watcher in watchers]
+
+
+def keep_all(kept: list[list[Any]]) -> None:
+    """Give each watcher the values that it kept in a transformation."""
+    for watcher, values in zip(_WATCHERS.get(), kept, strict=True):
+        watcher.kept.extend(values)
 
 
 def call_watched(
@@ -122,18 +167,19 @@ def call_watched(
 ) -> Any:
     """Call a function, with the watchers called before it and their replacements applied to its
     result."""
-    watches = _WATCHES.get()
+    watchers = _WATCHERS.get()
     place_of_call = module_path_of(bound.arguments.get("self"))
     path = place_of_call.path
     # The path of a module's own call is that of the module.
     if function.__name__ != "__call__":
         path = f"{path}.{function.__name__}".removeprefix(".")
-    call = TypedCall(path, function, bound.arguments, hints)
-
     _note_program()
     # otherwise a watcher that calls typed functions would watch itself without end
+    replacements = []
     with _unwatched():
-        replacements = [watch(call) for watch in watches]
+        for watcher in watchers:
+            call = TypedCall(path, function, bound.arguments, hints, watcher.kept)
+            replacements.append(watcher.watch(call))
     for replace in replacements:
         if replace is not None and not callable(replace):
             raise TypeError(
@@ -157,7 +203,7 @@ def _unwatched() -> Iterator[None]:
     with (
         program_context()(None),  # the key of programs that nobody watched
         set_context(_INNERMOST, None),
-        set_context(_WATCHES, ()),
+        set_context(_WATCHERS, ()),
     ):
         yield
 

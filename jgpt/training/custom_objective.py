@@ -17,7 +17,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.nn.models import Weights, abstract_model, weights_of
 from jgpt.nn.stacking import model_merger
-from jgpt.refusal import Field, Message
+from jgpt.refusal import Message
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
@@ -206,18 +206,13 @@ def first_loss(config: TrainConfig, weights: Weights, batch: Batch, key: Key[Arr
 
 def _kept_value(config: TrainConfig) -> Message:
     """Return what is wrong with an objective that keeps a value after its transformation."""
-    if config.model.scan_layers:
-        remedy = Message(": give ", Field("scan_layers", False))
-    elif config.model.remat:
-        remedy = Message(": give ", Field("remat", False))
-    elif config.mesh is not None and "fsdp" in config.mesh:
-        remedy = Message(": leave out fsdp in ", Field("mesh", config.mesh))
-    else:
-        remedy = Message("")
+    remedy = ""
+    gathers = config.mesh is not None and "fsdp" in config.mesh
+    if config.model.scan_layers or config.model.remat or gathers:
+        remedy = ": keep it by call.keep(value), and read it from the list of jgpt.watching"
     return Message(
         "the objective uses a value from inside a transformation, such as the scan or the "
-        "rematerialisation of blocks, after that has ended",
-        remedy,
+        f"rematerialisation of blocks, after that has ended{remedy}"
     )
 
 

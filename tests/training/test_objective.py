@@ -16,7 +16,7 @@ import jgpt
 from jgpt import Batch, Loss, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.loss import token_losses
 from jgpt.nn.models import abstract_model
-from jgpt.nn.stacking import model_merger
+from jgpt.nn.stacking import model_merger, unstack_blocks
 from jgpt.training.custom_objective import (
     first_loss,
     require_finite,
@@ -264,35 +264,88 @@ def test_arrays_that_an_objective_does_not_read_are_found(make, unread):
     assert unread_arrays(dataclasses.replace(CONFIG, objective=make), batch) == unread
 
 
-def keeping_a_value_of_a_block(config):
+def squares(call) -> jax.Array | None:
+    """The mean square of what a block's MLP receives."""
+    if call.path.endswith("feed_forward"):
+        return jnp.square(call.arguments["x"]).mean()
+    return None
+
+
+def leaking_a_value_of_a_block(config):
     def objective(model, batch, rngs):
-        kept = []
+        found = []
 
         def watch(call):
-            if call.path.endswith("feed_forward"):
-                kept.append(jnp.square(call.arguments["x"]).mean())
+            if (value := squares(call)) is not None:
+                found.append(value)
 
         with jgpt.watching(watch):
             loss = next_token_loss(model, batch, rngs).value
-        return loss + sum(kept)
+        return loss + sum(found)
 
     return objective
 
 
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({"remat": True}, "give remat=False"),
-        ({"scan_layers": True, "num_layers": 2}, "give scan_layers=False"),
-    ],
+TRANSFORMED = (
+    {"remat": True},
+    {"scan_layers": True, "num_layers": 3},
+    {"scan_layers": True, "num_layers": 3, "remat": True},
 )
-def test_a_value_of_a_transformed_block_is_refused_in_one_line(changes, remedy):
+
+
+@pytest.mark.parametrize("changes", TRANSFORMED[:2])
+def test_a_value_of_a_transformed_block_is_refused_in_one_line(changes):
     model = dataclasses.replace(CONFIG.model, **changes)
-    config = dataclasses.replace(CONFIG, model=model, objective=keeping_a_value_of_a_block)
+    config = dataclasses.replace(CONFIG, model=model, objective=leaking_a_value_of_a_block)
 
     with pytest.raises(ValueError, match=r"^the objective uses a value .*inside") as caught:
         first_loss(config, init_state(config).weights, Batch(TOKENS), KEY)
 
-    assert str(caught.value).endswith(remedy)
-    plain = dataclasses.replace(CONFIG, objective=keeping_a_value_of_a_block)
+    assert str(caught.value).endswith(
+        "call.keep(value), and read it from the list of jgpt.watching"
+    )
+    plain = dataclasses.replace(CONFIG, objective=leaking_a_value_of_a_block)
     require_finite(first_loss(plain, init_state(plain).weights, Batch(TOKENS), KEY))
+
+
+def keeping_values_of_blocks(config):
+    def objective(model, batch, rngs):
+        def watch(call):
+            if (value := squares(call)) is not None:
+                call.keep(value)
+
+        with jgpt.watching(watch) as kept:
+            loss = next_token_loss(model, batch, rngs).value
+        # By layer with other factors, so that the order of layers matters.
+        terms = [(layer + 1) * value for layer, value in enumerate(kept)]
+        return Loss(loss + sum(terms), metrics={"layers": jnp.float32(len(kept))})
+
+    return objective
+
+
+@pytest.mark.parametrize("changes", only(lambda changes: len(changes) == 3, TRANSFORMED))
+def test_a_kept_value_leaves_a_transformed_block_with_its_gradient(changes):
+    model = dataclasses.replace(CONFIG.model, num_layers=3)
+    plain = dataclasses.replace(
+        CONFIG, model=model, micro_batches=3, objective=keeping_values_of_blocks
+    )
+    transformed = dataclasses.replace(plain, model=dataclasses.replace(model, **changes))
+    without_terms = dataclasses.replace(plain, objective=None)
+
+    def trained(config):
+        windows = jnp.stack([TOKENS, (TOKENS + 1) % 11])
+        state, metrics = make_train_steps(config)(init_state(config), windows, KEY, 2, 0)
+        weights = state.weights
+        if config.model.scan_layers:
+            weights = unstack_blocks(weights)
+        return jax.tree.leaves(weights), metrics
+
+    expected, _ = trained(plain)
+    found, metrics = trained(transformed)
+
+    np.testing.assert_array_equal(metrics.extra["layers"], [3, 3])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
+    unlike, _ = trained(without_terms)
+    differences = [jnp.abs(a - b).max() for a, b in zip(unlike, expected, strict=True)]
+    assert max(differences) > 1e-4
