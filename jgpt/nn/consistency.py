@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num, PyTree
 
 from jgpt.nn.models import CachedLanguageModel, LanguageModel, Weights, named_parameters
 from jgpt.nn.transformer import GPT
@@ -74,6 +74,19 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
                 f"are not of what is trained: {advice}"
             )
     return sentences
+
+
+@typed
+def is_causal(model: LanguageModel) -> bool:
+    """Return whether the logits of a model's call are the same whatever tokens follow, or none."""
+    if isinstance(model, GPT) and not changed_parts(model):
+        return True
+    graph, parameters, others = nnx.split(model, nnx.Param, ...)
+    time = min(model.block_size, TIME)
+    numbers = np.random.default_rng(0).integers(model.vocab_size, size=(1, time))
+    tokens = jnp.asarray(numbers, jnp.int32)
+    difference = _run(_difference_by_padding, graph, parameters, others, tokens)
+    return not difference > TOLERANCE  # that of a model with NaN is NaN
 
 
 def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
@@ -165,8 +178,8 @@ def _settings(module: nnx.Module) -> dict[str, Any]:
 
 
 @typed
-def _noisy(weights: Weights) -> Weights:
-    """Add noise to weights that is the same on every machine.
+def _noisy(weights: PyTree[Num[Array, "..."]]) -> PyTree[Num[Array, "..."]]:
+    """Add noise to weights that is the same on every machine; those in int8 stay as they are.
 
     Its values are spread evenly from -NOISE to NOISE (Knuth, The Art of Computer Programming 3,
     section 6.4: Fibonacci hashing). `jax.random` is not used, because a program that draws takes
@@ -196,6 +209,17 @@ def _logits_and_leak(
     logits = model.logits(model.hidden(tokens))  # batch time vocab
     changed = model.logits(model.hidden(others))
     return _difference(changed[:, :known], logits[:, :known]), logits
+
+
+@typed
+def _difference_by_padding(
+    graph: nnx.GraphDef, parameters: Any, others: Any, tokens: Int[Array, "batch time"]
+) -> Float[Array, ""]:
+    """Return how much logits change when tokens are put behind them."""
+    model: Any = nnx.merge(graph, _noisy(parameters), others)
+    known = (tokens.shape[1] + 1) // 2
+    alone = model(tokens[:, :known])  # batch known vocab
+    return _difference(model(tokens)[:, :known], alone)
 
 
 @typed

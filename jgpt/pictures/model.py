@@ -1,7 +1,7 @@
 """The model in a page: the programs that compute its numbers, for `page/model.js`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,14 @@ from jax.extend import core
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.models import CachedLanguageModel
 from jgpt.pictures.numbers import CANDIDATES, MOST_CANDIDATES, SHORTEST, Look
-from jgpt.pictures.program import Program, make_program
+from jgpt.pictures.program import (
+    Program,
+    Uncomputable,
+    inner_jaxpr,
+    line_of,
+    make_program,
+    with_line,
+)
 
 
 def page_model(look: Look) -> dict[str, Any]:
@@ -119,7 +126,12 @@ def gradient_program(look: Look, length: int) -> Program:
         gradient_of = dict(zip(variables, for_variables, strict=True))
         return {"loss": loss, "arrays": [gradient_of[variable] for variable in arrays]}
 
-    return make_program(gradients, look.weights, inputs, no_shares)
+    try:
+        return make_program(gradients, look.weights, inputs, no_shares)
+    except Uncomputable:
+        raise
+    except (ValueError, TypeError, NotImplementedError):  # JAX's, of an operation without gradient
+        raise Uncomputable(_refusal_of_gradient(closed.jaxpr)) from None
 
 
 def _loss_and_arrays(look: Look, weights: Any, inputs: Any, shares: Any) -> list[Any]:
@@ -162,12 +174,55 @@ def _evaluate(closed: Any, arguments: Sequence[Any], changes: dict[Any, Any]) ->
         operands = _distinct_variables(equation.invars)
         # JAX writes a result that is never read as `_`, which can't be asked for.
         results = [variable for variable in equation.outvars if variable in variables_read]
-        # As a jaxpr of its own, which a public function of JAX evaluates.
-        alone = jaxpr.replace(constvars=[], invars=operands, outvars=results, eqns=[equation])
-        function = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
+        function = _function_of(jaxpr, equation, operands, results)
         arguments_of_equation = [values[variable] for variable in operands]
         write(results, function(*arguments_of_equation))
     return [read(variable) for variable in jaxpr.outvars]
+
+
+def _function_of(
+    jaxpr: Any, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return an equation of a jaxpr as a function from its operands to some of its results."""
+    # As a jaxpr of its own, which a public function of JAX evaluates.
+    alone = jaxpr.replace(
+        constvars=[], invars=list(operands), outvars=list(results), eqns=[equation]
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
+
+
+def _refusal_of_gradient(jaxpr: Any) -> str:
+    """Say which operation of a model has no gradient, and where the model uses it."""
+    for equation in jaxpr.eqns:
+        if _has_gradient(jaxpr, equation):
+            continue
+        inner = inner_jaxpr(equation.params)
+        if inner is not None:
+            return _refusal_of_gradient(inner.jaxpr)
+        text = f"the page can't compute the gradient of {equation.primitive.name}"
+        return with_line(text, line_of(equation))
+    return "the page can't compute the model's gradient"
+
+
+def _has_gradient(jaxpr: Any, equation: Any) -> bool:
+    """Return whether JAX differentiates an equation. Nothing is computed."""
+    operands = _distinct_variables(equation.invars)
+    reals = [each for each in equation.outvars if jnp.issubdtype(each.aval.dtype, jnp.inexact)]
+    if not operands:
+        return True  # it makes constants
+    function = _function_of(jaxpr, equation, operands, reals)
+
+    def total(*arguments: Any) -> Any:
+        sums = [result.sum().astype(jnp.float32) for result in function(*arguments)]
+        return sum(sums, start=jnp.zeros(()))
+
+    gradient = jax.grad(total, argnums=tuple(range(len(operands))), allow_int=True)
+    shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in operands]
+    try:
+        jax.eval_shape(gradient, *shapes)
+    except (ValueError, TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _variables_read(jaxpr: Any) -> set[Any]:

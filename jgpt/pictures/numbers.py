@@ -408,7 +408,9 @@ class Look:
         if length > 1:
             other_length = length - 1
         arrays = self._trace_arrays(length)
-        other_arrays = self._trace_arrays(other_length)
+        other_arrays = []
+        if other_length <= self.model.block_size:
+            other_arrays = self._trace_arrays(other_length)
         # A model may make other calls for another number of tokens.
         is_comparable = _places_of(arrays) == _places_of(other_arrays)
 

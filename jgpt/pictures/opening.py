@@ -17,8 +17,12 @@ LINE_WITHIN = 200
 """The number of tokens in which a line may begin, since the split begins anywhere."""
 
 
-def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenizer) -> str | None:
+def opening_text(
+    directory: str | Path, config: TrainConfig, tokenizer: Tokenizer, block_size: int
+) -> str | None:
     """Return the beginning of a run's validation split, or None if it can't be read quickly.
+
+    `block_size` is the model's, which may be shorter than the config's: a bigram model's is 1.
 
     That is the case for a text that is gone, has changed, is large, or must be downloaded, for
     tokens without text, and for a model that was imported and not trained.
@@ -42,7 +46,7 @@ def opening_text(directory: str | Path, config: TrainConfig, tokenizer: Tokenize
     # At the beginning of a line, unless most of the text is lost by that.
     if newline and len(next_lines) > len(text) / 2:
         text = next_lines.lstrip("\n")
-    most_tokens = min(OPENING_TOKENS, config.model.block_size)
+    most_tokens = min(OPENING_TOKENS, block_size)
     # With a large vocabulary a page has room for fewer tokens.
     most_tokens = tokens_with_logits(config.model.num_layers, tokenizer.vocab_size, most_tokens)
     return _beginning(text, tokenizer, most_tokens)

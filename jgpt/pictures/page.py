@@ -14,6 +14,7 @@ from flax import nnx
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
+from jgpt.nn.consistency import is_causal
 from jgpt.nn.models import LanguageModel
 from jgpt.pictures.code import code_of
 from jgpt.pictures.model import page_model, require_primitives
@@ -78,6 +79,7 @@ def look_page(
     page holds.
     """
     prompt_tokens = encode_text(tokenizer, prompt)
+    _require_causal(model)
     look = Look(model, tokenizer, name)
     most_tokens = look.most_tokens()
     count = _count_of_new_tokens(look, len(prompt_tokens), max_new_tokens, most_tokens)
@@ -158,6 +160,16 @@ def _require_other_weights(look: Look, other: Look, names: tuple[str, str]) -> N
         )
     if all(np.array_equal(first[path], second[path]) for path in first):
         raise ValueError(f"{first_name} and {second_name} have equal weights: give one of them")
+
+
+def _require_causal(model: LanguageModel) -> None:
+    """Raise ValueError for a model whose numbers depend on the padding behind a text."""
+    if not is_causal(model):
+        kind = type(model).__name__
+        raise ValueError(
+            f"{kind} is not causal: its logits depend on what follows a token, and a page shows "
+            "what each token predicts from those before it"
+        )
 
 
 def vocabulary_for_page(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -263,6 +275,7 @@ class ModelPages:
 
     def __init__(self, look: Look) -> None:
         require_room(look.model)
+        _require_causal(look.model)
         self._vocabulary = vocabulary_for_page(look.tokenizer)
         self._description = pack_json(page_model(look))
         self._code = code_of(look.model)

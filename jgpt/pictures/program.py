@@ -343,6 +343,8 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
 _ALIASES = {"add_any": "add"}
 _SAME_VALUES = ("copy", "copy_p", "optimization_barrier", "sharding_constraint", "stop_gradient")
 """Primitives whose results are their operands."""
+_UNREAD = ("empty", "empty2")
+"""Primitives of arrays that may have any numbers: in the gradient of a branch, what others keep."""
 _OF_KEYS = ("random_wrap", "random_unwrap", "random_bits", "random_fold_in", "random_split")
 
 
@@ -390,7 +392,7 @@ class _Flattener:
         values.update(zip(jaxpr.invars, given, strict=True))
         for equation in jaxpr.eqns:
             operands = [read(variable) for variable in equation.invars]
-            equation_line = line or _line_of(equation)
+            equation_line = line or line_of(equation)
             try:
                 results = self._apply(equation, operands, equation_line)
             except _Unsupported as error:
@@ -412,12 +414,15 @@ class _Flattener:
             return [self._part(operands[0], index, axis) for index in range(count)]
         if name in _OF_KEYS:
             return self._of_keys(equation, operands, line)
+        if name in _UNREAD:
+            (variable,) = equation.outvars
+            return self._zeros(variable.aval)
         if name in DEFINITIONS:
             types = [variable.aval for variable in equation.invars]
             defined = jax.make_jaxpr(DEFINITIONS[name])(*types)
             return self.run(defined.jaxpr, defined.consts, operands, line)
         if name not in PRIMITIVES:
-            inner = _inner_jaxpr(parameters)
+            inner = inner_jaxpr(parameters)
             if inner is None:
                 raise _Unsupported("")
             inner_line = None
@@ -490,14 +495,17 @@ class _Flattener:
             shape = (length, *variable.aval.shape)
             result = jax.ShapeDtypeStruct(shape, variable.aval.dtype)
             if length == 0:
-                zero = self.constant(np.zeros((), variable.aval.dtype))
-                empty = {"broadcast_dimensions": ()}
-                outputs += self.emit("broadcast_in_dim", [zero], [result], empty)
+                outputs += self._zeros(result)
                 continue
             # By index, also where the scan is reversed and the last one was made first.
             parts = [made[index][place] for index in range(length)]
             outputs += self.emit("stack", parts, [result], {"axis": 0})
         return outputs
+
+    def _zeros(self, aval: Any) -> list[int]:
+        """Return an array of zeros, as the list of an operation's results."""
+        zero = self.constant(np.zeros((), aval.dtype))
+        return self.emit("broadcast_in_dim", [zero], [aval], {"broadcast_dimensions": ()})
 
     def _part(self, number: int, index: int, axis: int = 0) -> int:
         """Return one entry along an axis."""
@@ -554,7 +562,7 @@ def _scan_sizes(parameters: Parameters) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def _inner_jaxpr(parameters: Parameters) -> Any:
+def inner_jaxpr(parameters: Parameters) -> Any:
     """Return the jaxpr that a call runs as it is, such as that of jit and of remat, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = parameters.get(name)
@@ -691,12 +699,17 @@ def _refusal(equation: Any, error: _Unsupported, line: str | None) -> str:
     text = f"the page can't compute {equation.primitive.name}"
     if str(error):
         text += f" with {error}"
+    return with_line(text, line)
+
+
+def with_line(text: str, line: str | None) -> str:
+    """Return a refusal that names the line of the model, if one is known."""
     if line is not None:
         text += f", which {line} uses"
     return text
 
 
-def _line_of(equation: Any) -> str | None:
+def line_of(equation: Any) -> str | None:
     """Return the file and line of the innermost code that belongs to a model."""
     traceback = equation.source_info.traceback
     if traceback is None:

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.nn.consistency import changed_parts, inconsistencies
+from jgpt.nn.consistency import changed_parts, inconsistencies, is_causal
+from jgpt.nn.int8 import with_int8_weights
 from jgpt.nn.models import weights_of
 from tests.models import config_of
 
@@ -39,6 +40,12 @@ class Peeks(Sums):
     def hidden(self, tokens, *, rngs=None):
         x = self.table[...][tokens]
         return x + 0.1 * x.mean(axis=1, keepdims=True)
+
+
+class CountsFromTheEnd(Sums):
+    def hidden(self, tokens, *, rngs=None):
+        x = super().hidden(tokens)
+        return x * jnp.arange(1, 1 + x.shape[1])[::-1, None]
 
 
 class Doubles(Sums):
@@ -159,3 +166,34 @@ def test_the_check_leaves_the_weights_as_they_are():
     model = Sums(CONFIG, rngs=nnx.Rngs(0))
     inconsistencies(model, weights_of(model))
     assert jax.tree.all(jax.tree.map(lambda leaf: (leaf == 0).all(), weights_of(model)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal"), [(Sums, True), (Peeks, False), (CountsFromTheEnd, False)]
+)
+def test_a_model_is_causal_if_nothing_that_follows_changes_its_logits(kind, causal):
+    model = kind(CONFIG, rngs=nnx.Rngs(0))
+
+    assert is_causal(model) == causal
+
+
+@pytest.mark.parametrize("prompt", [None, "abc"])
+def test_there_is_no_page_of_a_model_that_is_not_causal(prompt):
+    tokenizer = jgpt.CharTokenizer("\nabcdefghijklmnop")
+    jgpt.look(Sums(CONFIG, rngs=nnx.Rngs(0)), tokenizer, prompt)  # the control
+
+    with pytest.raises(ValueError, match=r"^CountsFromTheEnd is not causal: its logits depend"):
+        jgpt.look(CountsFromTheEnd(CONFIG, rngs=nnx.Rngs(0)), tokenizer, prompt)
+
+
+def test_a_diverged_model_is_not_said_to_depend_on_later_tokens():
+    model = Sums(CONFIG, rngs=nnx.Rngs(0))
+    model.table[...] = jnp.full_like(model.table[...], jnp.nan)
+
+    assert is_causal(model)
+
+
+def test_a_model_with_int8_weights_is_causal():
+    model = jgpt.GPT(CONFIG, rngs=nnx.Rngs(0))
+
+    assert is_causal(with_int8_weights(model))

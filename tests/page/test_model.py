@@ -11,9 +11,10 @@ import pytest
 from jgpt.generation.decoding import generate
 from jgpt.nn.int8 import quantise
 from jgpt.pictures.model import page_model
-from jgpt.pictures.numbers import Changes
+from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.weights import pack_weights
 from tests.javascript import needs_javascript, run_model, run_unpacking
+from tests.models import random_model
 from tests.page.test_program import TOKENIZER, TOKENS, look_of
 from tests.quick import only
 from tests.runs.test_look import unpacked
@@ -128,6 +129,20 @@ def test_the_record_is_that_of_python(name):
         of_scales = look(tokens, 3, changes[1])
         with pytest.raises(AssertionError):
             assert_same_record(records[0], of_scales)
+
+
+@needs_javascript
+def test_a_block_of_one_token_has_its_arrays():
+    look = Look(random_model("gpt2", block_size=1), TOKENIZER, "short")
+    request = {"tokens": [4]}
+
+    record, too_long = run_model(
+        page_model(look), look.named_weights(), [request, {"tokens": [4, 5]}]
+    )
+
+    assert_same_record(record, look([4], 1))
+    assert len(record["arrays"]) > 10
+    assert too_long == {"error": "the prompt has 2 tokens, more than the block of 1"}
 
 
 @needs_javascript

@@ -40,7 +40,7 @@ def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
         config.dataset, config.model.block_size, tokenizer=tokenizer
     ).validation
 
-    text = opening_text(directory, config, tokenizer)
+    text = opening_text(directory, config, tokenizer, config.model.block_size)
 
     assert text is not None
     assert len(text) == config.model.block_size
@@ -73,14 +73,16 @@ def test_a_model_with_a_large_vocabulary_begins_with_a_shorter_text(run, monkeyp
 def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatch):
     directory, file = run
     _, tokenizer, config = jgpt.load(directory)
-    assert opening_text(directory, config, tokenizer) is not None  # the control
+    assert (
+        opening_text(directory, config, tokenizer, config.model.block_size) is not None
+    )  # the control
     monkeypatch.setattr("jgpt.pictures.opening.MOST_BYTES", len(TEXT) - 1)
-    assert opening_text(directory, config, tokenizer) is None
+    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
     monkeypatch.undo()
     file.write_text(TEXT[::-1])
-    assert opening_text(directory, config, tokenizer) is None
+    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
     file.unlink()
-    assert opening_text(directory, config, tokenizer) is None
+    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
     file.write_text(TEXT)
 
 
@@ -101,7 +103,7 @@ def test_a_page_of_a_mixture_begins_with_its_first_text(run, tmp_path):
     jgpt.fit(config)
     _, tokenizer, saved = jgpt.load(tmp_path / "run")
 
-    text = opening_text(tmp_path / "run", saved, tokenizer)
+    text = opening_text(tmp_path / "run", saved, tokenizer, saved.model.block_size)
 
     assert text is not None
     assert text.startswith(("To be, or", "Whether 'tis"))
@@ -118,8 +120,29 @@ def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("urllib.request.urlopen", lambda *request, **_: asked.append(request))
 
-    assert opening_text(directory, config, tokenizer) is None
+    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
     assert asked == []
+
+
+@pytest.mark.slow
+def test_a_bigram_model_begins_with_one_token_of_the_validation_split(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    config = jgpt.preset("bigram")
+    config = dataclasses.replace(
+        config,
+        out=str(tmp_path / "run"),
+        steps=1,
+        sample_tokens=0,
+        dataset=dataclasses.replace(config.dataset, data=(str(file),)),
+    )
+    jgpt.fit(config)
+    assert config.model.block_size > 1  # the text that it is trained on in one piece
+
+    look(str(tmp_path / "run"), out=str(tmp_path / "page.html"))
+
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall(r'"text":("[^"]*"),"prompt":(\d+)', page) in ([('"T"', "1")], [('"W"', "1")])
 
 
 def test_a_beginning_ends_at_a_whole_character_and_fits():
@@ -137,4 +160,4 @@ def test_a_run_that_was_never_trained_has_no_validation_text(run, tmp_path):
     model, tokenizer, config = jgpt.load(directory)
     jgpt.save(model, tmp_path / "saved", tokenizer=tokenizer, config=config)
 
-    assert opening_text(tmp_path / "saved", config, tokenizer) is None
+    assert opening_text(tmp_path / "saved", config, tokenizer, config.model.block_size) is None

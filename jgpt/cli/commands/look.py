@@ -76,7 +76,7 @@ def look(
                 pair["names"] = tuple(f"step {step}" for step in which)
                 what = f"the models of steps {which[0]} and {which[1]} are in it"
             if prompt is None:
-                prompt = opening_text(run, config, used_tokenizer)
+                prompt = opening_text(run, config, used_tokenizer, loaded.block_size)
                 max_new_tokens = 0
             page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens, **pair)
     write_file(path, page.html)
