@@ -57,7 +57,7 @@ new Promise(done => {
 """The milliseconds from the beginning of the page until all numbers of its text are shown."""
 LISTENING = """
 (() => {
-  const drawn = () => new Promise(done => requestAnimationFrame(() => {
+  window.drawn = () => new Promise(done => requestAnimationFrame(() => {
     const { port1, port2 } = new MessageChannel();
     port1.onmessage = done;  // after the styles, layout and painting of this frame
     port2.postMessage(0);
@@ -88,9 +88,13 @@ READY = """
   await change({ prompt: TEXT });
   prompt.focus();
   prompt.setSelectionRange(PLACE, PLACE);
+  await drawn();
+  await drawn();  // the caret
 })()
 """
-"""Show a text, and put the caret at a place in it."""
+"""Show a text, put the caret at a place in it, and wait until the page is at rest.
+
+A key that is pressed while the page still draws waits for it: 9 to 17 ms with `modern`."""
 PARTS = ("keystroke", "worker", "scripts", "layout")
 """A whole keystroke; until the worker has answered; the page's scripts; style, layout and paint."""
 WRITTEN = """
