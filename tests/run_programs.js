@@ -64,6 +64,13 @@ function runUpdates(cases) {
   return cases.map(({program, weights, inputs}) => {
     const machine = interpreter.load(program, arraysOf(weights));
     const given = arraysOf(inputs);
+    const updated = (numbers) => {
+      try {
+        return bytesOf(machine.update(numbers));
+      } catch {
+        return {};  // no output is right
+      }
+    };
     const expected = bytesOf(machine.run(given));
     const differing = (found, wanted) => Object.keys(wanted).filter((name) => found[name] !== wanted[name]);
     const wrong = new Set();
@@ -72,8 +79,8 @@ function runUpdates(cases) {
       const others = withOthers(given, from);
       const ofOthers = bytesOf(machine.run(others));
       changed += differing(ofOthers, expected).length;
-      for (const name of differing(bytesOf(machine.update(others)), ofOthers)) wrong.add(name);
-      for (const name of differing(bytesOf(machine.update(given)), expected)) wrong.add(name);
+      for (const name of differing(updated(others), ofOthers)) wrong.add(name);
+      for (const name of differing(updated(given), expected)) wrong.add(name);
     }
     return {changed, wrong: [...wrong]};
   });

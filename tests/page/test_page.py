@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgpt
 from jgpt.data.tokenizers import NumberTokenizer
 from jgpt.generation.decoding import generate
 from jgpt.pictures import model, numbers
@@ -20,6 +21,7 @@ from jgpt.pictures.page import make_page, model_page
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.weights import pack_weights
 from tests.browser import CHROMIUM, Page, shared_browser
+from tests.models import random_gpt
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
 from tests.quick import only
@@ -520,6 +522,39 @@ def test_the_lens_and_its_cells_follow_a_text_that_grows_and_shrinks(default_pag
         assert above == [*text]
         assert below == [*text[1:], ""]
         assert [[visible_as(each) for each in row] for row in likeliest] == rows
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_lens_are_filled_when_they_come_into_sight(tmp_path):
+    model = random_gpt("modern", vocab_size=TOKENIZER.vocab_size, block_size=128, num_layers=2)
+    html = jgpt.look(model, TOKENIZER, "ips").html
+    text = "ips/be" * 20
+    moved = f"b{text}"
+    read = """
+        new Promise(done => setTimeout(() => requestAnimationFrame(() => done([
+          lens.named[0].map(cell => cell.textContent),
+          lens.cells.at(-1).map(cell => cell.textContent),
+          data.candidates.at(-1).map(([best]) => visible(best)),
+        ])), 50))
+    """
+    with opened(tmp_path / "page.html", html) as page:
+        page.run("lens.place.style.width = '500px'")
+        page.run(f"change({{ prompt: {moved!r} }})")
+        page.run("choose({ query: 0, key: 0 })")
+        names, cells, best = page.run(read)
+        assert (names[:25], cells[:25]) == ([*moved[:25]], best[:25])
+
+        page.run("lens.place.scrollLeft = 1e6")
+        names, cells, best = page.run(read)
+        assert (names[-25:], cells[-25:]) == ([*moved[-25:]], best[-25:])
+
+        page.run(f"change({{ prompt: {text!r} }})")
+        names, cells, best = page.run(read)
+        assert names[:25] == [*moved[:25]]  # as they were, since they are out of sight
+
+        page.run("lens.place.scrollLeft = 0")
+        names, cells, best = page.run(read)
+        assert (names[:25], cells[:25]) == ([*text[:25]], best[:25])
 
 
 def visible_as(text: str) -> str:

@@ -94,7 +94,7 @@ function paintPixels(canvas, width, height, paint) {
 }
 
 // Canvases are painted while they are in sight, or near: the arcs alone take as long as the model
-const NEAR = "300px";
+const NEAR = 300;  // pixels
 const inSight = new Set();
 const toPaint = new Map();  // what paints a place that comes into sight
 const sight = new IntersectionObserver(entries => {
@@ -103,7 +103,7 @@ const sight = new IntersectionObserver(entries => {
     else inSight.delete(target);
     if (isIntersecting) paintNow(target);
   }
-}, { rootMargin: NEAR });
+}, { rootMargin: `${NEAR}px` });
 function paintInSight(place, paint) {
   toPaint.set(place, paint);
   if (inSight.has(place)) paintNow(place);

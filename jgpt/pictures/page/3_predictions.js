@@ -63,7 +63,15 @@ function lensIn(place) {
   const grid = element("div", { className: "lens", role: "application", tabIndex: 0 });
   grid.ariaLabel = "Logit lens: left and right choose a position, up and down a layer";
   place.append(grid);
-  const lens = { grid, cells: [], of: null };
+  const lens = { grid, place, cells: [], of: null, left: 0, width: Infinity, filled: new Set() };
+  place.addEventListener("scroll", () => {
+    lens.left = place.scrollLeft;
+    fillInSight(lens);
+  }, { passive: true });
+  new ResizeObserver(() => {
+    lens.width = place.clientWidth;
+    fillInSight(lens);
+  }).observe(place);
   pictures.set(grid, {
     say: ({ query, depth }) => describeLens(depth, query, lens.of),
     mark: () => lens.cells[chosen.depth][chosen.query],
@@ -82,10 +90,27 @@ function fillLens(lens, of) {
   lens.of = of;
   if (changed(lens, depths)) layOutLens(lens);
   if (changed(lens.grid, widest, time)) resizeLens(lens);
-  const names = tokens.map(cut);
-  nameCells(lens.named[0], names);
-  nameCells(lens.named[1], names.slice(1));
-  lens.cells.forEach((row, depth) => row.forEach((cell, position) => {
+  lens.filled.clear();
+  fillInSight(lens);
+}
+/** Fill the columns of a lens that are in sight, or near. A letter at the beginning of a text changes
+ *  them all, and the layout of those that nobody sees took as long as a tenth of the keystroke. */
+function fillInSight(lens) {
+  if (!lens.of) return;
+  const column = columnWidth() + 1;  // with the gap
+  const first = Math.max(0, Math.floor((lens.left - NEAR) / column));
+  const end = Math.min(time, Math.ceil((lens.left + lens.width + NEAR) / column));
+  for (let position = first; position < end; position++) {
+    if (lens.filled.has(position)) continue;
+    lens.filled.add(position);
+    fillColumn(lens, position);
+  }
+}
+function fillColumn({ named: [after, next], cells, of }, position) {
+  nameCell(after[position], cut(tokens[position]));
+  nameCell(next[position], position < time - 1 ? cut(tokens[position + 1]) : "");
+  cells.forEach((row, depth) => {
+    const cell = row[position];
     if (of.difference) {
       fillCellOfDifference(cell, depth, position);
       return;
@@ -97,7 +122,10 @@ function fillLens(lens, of) {
     cell.textContent = cut(best);
     cell.style.background = tint("green", shade);
     cell.classList.toggle("right", right);
-  }));
+  });
+}
+function nameCell(cell, name) {
+  if (cell.textContent !== name) cell.textContent = name;
 }
 /** Make the rows of a lens: one of names, one for each depth, and one of what came next. */
 function layOutLens(lens) {
@@ -113,10 +141,10 @@ function layOutLens(lens) {
   lens.grid.replaceChildren(...lens.rows.map(({ name }) => name));
   lens.grid.drawnOf = null;
 }
+const columnWidth = () => widest <= 2 ? 20 : 8 * widest + 12;
 /** Give each row of a lens a cell for each token; those that are there are used again. */
 function resizeLens({ grid, rows }) {
-  const width = widest <= 2 ? 20 : 8 * widest + 12;
-  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
+  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
   for (const { name, depth, cells } of rows) {
     while (cells.length > time) cells.pop().remove();
     const more = Array.from({ length: time - cells.length }, (_, i) =>
@@ -124,12 +152,6 @@ function resizeLens({ grid, rows }) {
     (cells.at(-1) ?? name).after(...more);
     cells.push(...more);
   }
-}
-function nameCells(cells, names) {
-  cells.forEach((cell, i) => {
-    const name = names[i] ?? "";
-    if (cell.textContent !== name) cell.textContent = name;
-  });
 }
 function describeLens(depth, position, of) {
   if (of.difference) return describeLensOfBoth(depth, position);

@@ -192,8 +192,7 @@ function buildFlow() {
     ? `The gradient of the text's loss, ${data.loss.toFixed(3)} nats per token`
     : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`);
   const grid = $("flow-grid");
-  const width = widest <= 2 ? 20 : 8 * widest + 12;
-  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${width}px)`;
+  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
   const name = text => element("span", { className: "name" }, text);
   flowCells = tokens.map((token, position) => element("span", { chooses: goTo(position) }, cut(token)));
   const rows = flowRows().map(({ name: of, sizes }) => {

@@ -1421,36 +1421,41 @@ function overwrite(target, x) {
   const n = last < 0 ? 1 : shape[last];
   const rows = n === 0 ? 0 : sizeOf(shape) / n;
   const [to, from] = last < 0 ? [1, 1] : [target.strides[last], x.strides[last]];
+  const isDenseRow = to === 1 && from === 1;
   const box = shape.map((size) => [size, 0]);
-  let differs = false;
-  const include = (axis, first, end) => {
-    box[axis][0] = Math.min(box[axis][0], first);
-    box[axis][1] = Math.max(box[axis][1], end);
-  };
+  let start = n;  // of the box along the last axis
+  let end = 0;
   const a = bitsOf(target.data);
   const b = bitsOf(x.data);
   const indices = shape.slice(0, -1).map(() => 0);
   for (let row = 0; row < rows; row++) {
     let p = target.offset;
     let i = x.offset;
-    indices.forEach((index, axis) => {
-      p += index * target.strides[axis];
-      i += index * x.strides[axis];
-    });
+    for (let axis = 0; axis < last; axis++) {
+      p += indices[axis] * target.strides[axis];
+      i += indices[axis] * x.strides[axis];
+    }
     const first = firstDifference(a, p, to, b, i, from, n);
     if (first < n) {
-      const behind = firstDifference(a, p + (n - 1) * to, -to, b, i + (n - 1) * from, -from, n);
-      copyRun(a, p, to, b, i, from, n);
-      differs = true;
-      indices.forEach((index, axis) => include(axis, index, index + 1));
-      if (last >= 0) include(last, first, n - behind);
+      start = Math.min(start, first);
+      // Only what is behind the box so far makes it larger.
+      end = endOfDifference(a, p, to, b, i, from, n, Math.max(first + 1, end));
+      if (isDenseRow) a.set(b.subarray(i + first, i + end), p + first);
+      else copyRun(a, p + first * to, to, b, i + first * from, from, end - first);
+      for (let axis = 0; axis < last; axis++) {
+        const range = box[axis];
+        range[0] = Math.min(range[0], indices[axis]);
+        range[1] = Math.max(range[1], indices[axis] + 1);
+      }
     }
     for (let axis = last - 1; axis >= 0; axis--) {
       if (++indices[axis] < shape[axis]) break;
       indices[axis] = 0;
     }
   }
-  return differs ? box : null;
+  if (end === 0) return null;
+  if (last >= 0) box[last] = [start, end];
+  return box;
 }
 
 // The bits of numbers, of which a NaN equals itself and 0 isn't -0.
@@ -1464,6 +1469,16 @@ function firstDifference(a, p, to, b, i, from, n) {
     if (a[p] !== b[i]) return k;
   }
   return n;
+}
+
+// The end of what differs, which is at `least` or behind it.
+function endOfDifference(a, p, to, b, i, from, n, least) {
+  p += (n - 1) * to;
+  i += (n - 1) * from;
+  for (let k = n; k > least; k--, p -= to, i -= from) {
+    if (a[p] !== b[i]) return k;
+  }
+  return least;
 }
 
 // For each operand of an operation and each axis of the results, the axis of the operand that it goes
