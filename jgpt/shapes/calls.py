@@ -34,7 +34,7 @@ class TypedCall:
     """The list that `watching` returned, or within a block the list of that block."""
 
     def keep(self, value: Any) -> None:
-        """Append an array to the list that `watching` returned.
+        """Append `value`, an array or a number, to the list that `watching` returned.
 
         Under `jit` a value of a block that is scanned or rematerialised exists only in that block.
         A value that is kept becomes one of the block's results, so that code outside can read it:
