@@ -18,7 +18,7 @@ from jgpt.generation.decoding import generate
 from jgpt.pictures import page as page_module
 from jgpt.pictures.numbers import Changes, Look
 from jgpt.pictures.weights import pack_weights
-from tests.browser import CHROMIUM, Page
+from tests.browser import CHROMIUM, TWO_FRAMES, Page
 from tests.models import loud, random_model
 from tests.page.test_controls import UNNAMED, open_page
 from tests.page.test_model import assert_same_record
@@ -128,6 +128,45 @@ def test_weights_that_were_swapped_are_noticed_and_the_page_says_so(tmp_path):
         assert_records(found)
     assert_records(found[::-1])
     assert min(apart.values()) > 0.01
+
+
+HIDDEN_HEADINGS = """(() => {
+    const bar = $("shown");
+    const behind = [];
+    for (const heading of document.querySelectorAll("section:not([hidden]) h2")) {
+        if (bar.compareDocumentPosition(heading) & Node.DOCUMENT_POSITION_PRECEDING) continue;
+        for (const place of [heading, heading.closest("section")]) {
+            place.scrollIntoView();
+            const covered = bar.getBoundingClientRect().bottom;
+            if (heading.getBoundingClientRect().top < covered) behind.push(heading.textContent);
+        }
+    }
+    return behind;
+})()"""
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_bar_covers_nothing_that_is_scrolled_to(tmp_path, width):
+    with opened(tmp_path / "page.html", html_of_both()) as page:
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        page.run(TWO_FRAMES)
+        behind = page.run(HIDDEN_HEADINGS)
+        height = page.run("$('shown').getBoundingClientRect().height")
+        page.run("document.documentElement.style.scrollPaddingTop = 0")
+        without = page.run(HIDDEN_HEADINGS)
+        page.call("Emulation.clearDeviceMetricsOverride")
+
+    assert behind == []
+    assert len(without) >= 5  # the control
+    assert height > 30
 
 
 @pytest.mark.slow

@@ -20,6 +20,10 @@ function startComparing(models) {
   });
   $("shown").append(...choices);
   $("shown").hidden = false;
+  // What is scrolled to isn't behind the bar, which has more lines in a narrow window.
+  new ResizeObserver(() => {
+    document.documentElement.style.scrollPaddingTop = `${$("shown").offsetHeight + 8}px`;
+  }).observe($("shown"));
   for (const each of document.querySelectorAll(".first-name")) each.textContent = one;
   for (const each of document.querySelectorAll(".second-name")) each.textContent = other;
   sides = modelNames.map(sideOf);
