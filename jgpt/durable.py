@@ -192,7 +192,8 @@ def write_file(path: Path, data: str | bytes) -> None:
     except OSError as error:
         raise _unwritten(named_path, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only file system, of a file that isn't there
+            partial.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> str:

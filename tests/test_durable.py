@@ -7,6 +7,8 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,3 +270,14 @@ def test_where_folders_can_t_be_synced_files_still_are(tmp_path, monkeypatch, co
 
     assert len(synced) == 2
     assert names(tmp_path) == ["deep", "deep/out", "deep/out/file", "file"]
+
+
+def test_a_file_on_a_read_only_file_system_is_named_as_the_user_did(tmp_path, monkeypatch):
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "x.html.29ae6c32.partial")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    with pytest.raises(OSError, match=r"x\.html can't be written: Read-only file system$"):
+        write_file(tmp_path / "x.html", "page")
