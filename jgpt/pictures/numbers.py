@@ -2,8 +2,10 @@
 
 import base64
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +96,10 @@ class Changes:
         lines.append("}")
         lines.append("logits = jgpt.edit(model, edits)(tokens)")
         return "\n".join(lines)
+
+
+Dimensions = tuple[tuple[str, Any], ...]
+"""The name and the size of each dimension of an array."""
 
 
 @dataclass(frozen=True)
@@ -417,10 +423,15 @@ class Look:
         rows = []
         for index, array in enumerate(arrays):
             other_shape = None
+            dimensions = [name for name, _ in array.shape.dimensions]
             if is_comparable:
                 other_shape = other_arrays[index].shape
+                # A name that an array has because of its size, by chance, isn't there twice.
+                for axis, name in enumerate(dimensions):
+                    other_name, _ = other_shape.dimensions[axis]
+                    if name != other_name:
+                        dimensions[axis] = ""
             token_axes = _token_axes(array.shape, other_shape, length)
-            dimensions = [name for name, _ in array.shape.dimensions]
             text = {"name": array.name, "path": array.path, "dimensions": dimensions}
             rows.append(ArrayRow(text, token_axes))
         return rows
@@ -543,9 +554,23 @@ class Look:
 
 
 def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[TracedArray]:
-    """Return the arrays of a trace, each at its first place; the logits are the last."""
+    """Return the arrays of a trace, each at its first place; the logits are the last.
+
+    An annotation has no names for some dimensions, as for `*batch`. There an array has the names
+    that it has in another call. A result has those of the arguments, and any other array those in
+    the call around it.
+    """
     arrays: list[TracedArray] = []
     seen: set[int] = set()
+    dimensions_of: dict[int, Dimensions] = {}
+
+    def named(shapes: list[Shape], value: Any, *others: Dimensions) -> list[Shape]:
+        if len(shapes) != 1:  # the argument is no array
+            return shapes
+        its_own = dimensions_of.get(id(value), ())
+        shape = _with_names(shapes[0], its_own, *others)
+        dimensions_of[id(value)] = shape.dimensions
+        return [shape]
 
     def is_new(shapes: list[Shape], value: Any) -> bool:
         if not is_real(value) or len(shapes) != 1 or id(value) in seen:
@@ -553,26 +578,48 @@ def _arrays_of(trace: ShapeTrace, calls: dict[int, RecordedCall]) -> list[Traced
         seen.add(id(value))
         return True
 
-    def walk(traced: ShapeTrace) -> None:
+    def walk(traced: ShapeTrace, around: Sequence[Dimensions]) -> None:
         call = calls[id(traced)]
         name = short_name(traced.path)
-        for argument, shapes in traced.arguments.items():
+        given = []
+        for argument, annotated in traced.arguments.items():
             value = call.arguments.get(argument)
+            shapes = named(annotated, value, *around)
+            given += [shape.dimensions for shape in shapes]
             if is_new(shapes, value):
                 arrays.append(TracedArray(f"{name}({argument})", traced.path, shapes[0], value))
         # Checked before the calls inside, one of which may return the same array.
-        has_new_result = is_new(traced.results, call.result)
+        results = named(traced.results, call.result, *given)
+        has_new_result = is_new(results, call.result)
         for inner in traced.calls:
-            walk(inner)
+            walk(inner, given)
         if has_new_result:
-            arrays.append(TracedArray(name, traced.path, traced.results[0], call.result))
+            arrays.append(TracedArray(name, traced.path, results[0], call.result))
 
-    logits = calls[id(trace)].result
+    root = calls[id(trace)]
+    given = []
+    for argument, shapes in trace.arguments.items():
+        shape = named(shapes, root.arguments[argument])[0]
+        given.append(shape.dimensions)
+    logits = root.result
     seen.add(id(logits))
     for inner in trace.calls:
-        walk(inner)
+        walk(inner, given)
     arrays.append(TracedArray("logits", "", trace.results[0], logits))
     return arrays
+
+
+def _with_names(shape: Shape, *others: Dimensions) -> Shape:
+    """Name the first dimensions, where they have no names, as in the first of some other arrays
+    whose first dimensions have the same sizes."""
+    names = [name for name, _ in shape.dimensions]
+    unnamed = len(list(itertools.takewhile(operator.not_, names)))
+    for other in others:
+        count = min(unnamed, len(other))
+        sizes = [size for _, size in shape.dimensions[:count]]
+        if count and sizes == [size for _, size in other[:count]]:
+            return Shape(shape.dtype, other[:count] + shape.dimensions[count:])
+    return shape
 
 
 def _places_of(arrays: list[TracedArray]) -> list[tuple[str, str]]:

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jaxtyping import Array, Float
 
+from jgpt import typed
 from jgpt.generation.decoding import generate
 from jgpt.nn.int8 import quantise
 from jgpt.pictures.model import page_model
@@ -129,6 +132,55 @@ def test_the_record_is_that_of_python(name):
         of_scales = look(tokens, 3, changes[1])
         with pytest.raises(AssertionError):
             assert_same_record(records[0], of_scales)
+
+
+@pytest.mark.parametrize("length", [6, 8])  # as many as heads, or others
+def test_dimensions_without_a_name_in_their_annotation_have_that_of_the_arguments(length):
+    look = Look(random_model("modern"), TOKENIZER, "named")
+
+    named = {}
+    for row in look.rows(length):
+        named[row.text["path"], row.text["name"]] = row.text["dimensions"]
+
+    attention = "blocks.0.attention"
+    stream = ["batch", "time", "embed_dim"]
+    assert named["token_embedding", "token_embedding"] == stream  # *rows
+    assert named[f"{attention}_norm", "attention_norm"] == stream
+    assert named["blocks.0.feed_forward_norm", "feed_forward_norm(x)"] == stream  # a sum
+    heads = ["batch", "heads"]
+    turned = named[f"{attention}.apply_rotary", "apply_rotary"]
+    assert turned == [*heads, "time", "head_dim"]
+    weights = named[f"{attention}.attention_weights", "attention_weights"]
+    assert weights == [*heads, "query", "key"]
+    assert named[f"{attention}.query", "query"] == ["batch", "time", "out_features"]
+
+
+def test_a_size_alone_gives_a_dimension_no_name():
+    """Another array has it by chance: here as many features as tokens."""
+
+    class Flat(nnx.Module):
+        @typed
+        def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+            return x
+
+    class Turned(nnx.Module):
+        vocab_size = 17
+        block_size = 12
+
+        def __init__(self) -> None:
+            self.table = nnx.Param(jnp.ones((17, 8)))
+            self.flat = Flat()
+
+        def __call__(self, tokens: Any, *, rngs: Any = None) -> Any:
+            x = self.table[...][tokens]  # batch time features
+            x = self.flat(x.swapaxes(1, 2)).swapaxes(1, 2)
+            return x @ self.table[...].T
+
+    look = Look(Turned(), TOKENIZER, "turned")
+
+    for length in (7, 8):
+        dimensions = look.rows(length)[0].text["dimensions"]
+        assert dimensions == ["", "", ""]
 
 
 @needs_javascript
