@@ -216,7 +216,7 @@ def with_code(
         named = {}
         if takes_model(make):
             named["model"] = config.model
-        _require_call(make, rule, config.optimizer, config.steps, **named)
+        require_call(make, rule, config.optimizer, config.steps, **named)
         fields = values_without_code(config.optimizer)
         if isinstance(config.optimizer.make, Code):
             fields |= dict(config.optimizer.make.fields)
@@ -225,7 +225,7 @@ def with_code(
         config = dataclasses.replace(config, optimizer=custom_optimizer)
     if objective is not None and not isinstance(objective, Code):
         make = _loaded_code(objective)
-        _require_call(make, "the objective is made by a function of (config)", config)
+        require_call(make, "the objective is made by a function of (config)", config)
         config = dataclasses.replace(config, objective=make)
     if tokenizer is not None and not isinstance(tokenizer, Code):
         make = _loaded_code(tokenizer)
@@ -243,7 +243,7 @@ def _require_batches(make: Callable[..., Any]) -> None:
     options = {}
     if "config" in inspect.signature(make).parameters:
         options["config"] = None
-    _require_call(make, rule, None, 0, 0, **options)
+    require_call(make, rule, None, 0, 0, **options)
 
 
 def custom_code(config: TrainConfig) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _loaded_code(code: Any) -> Any:
 def config_class(make: Callable[..., Any], config: TrainConfig) -> type[ModelConfig]:
     """Return the config class in the annotation of an argument of `make`, or that of
     `config.model`."""
-    _require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
+    require_call(make, "the model must take (config, rngs=)", config.model, rngs=None)
     return _annotated_class(make, config.model, ModelConfig)
 
 
@@ -292,7 +292,7 @@ def takes_model(make: Callable[..., Any]) -> bool:
     return "model" in inspect.signature(make).parameters
 
 
-def _require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:
+def require_call(make: Callable[..., Any], rule: str, *given: Any, **named: Any) -> None:
     """Raise ValueError, whose message begins with `rule`, if code doesn't accept these
     arguments."""
     called = make

@@ -22,7 +22,7 @@ from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
 from jgpt.training.statistics import is_statistic
-from jgpt.user_code import require_code
+from jgpt.user_code import require_call, require_code
 
 METRIC_NAME = re.compile(r"[A-Za-z_][\w./-]*")
 TAKEN_METRICS = (
@@ -52,6 +52,7 @@ def make_objective(config: TrainConfig) -> Objective:
             f"objective= must make a function of (model, batch, rngs), not "
             f"{describe_value(objective)}"
         )
+    require_call(objective, "the objective must take (model, batch, rngs)", None, None, None)
     return objective  # type: ignore[return-value]
 
 

@@ -210,8 +210,12 @@ REFUSED = {
     "must return the same metrics at each step: it returned at_": of(
         lambda loss: Loss(loss, metrics={f"at_{next(calls)}": loss})
     ),
-    "must be a pure function of (model, batch, rngs)": of(lambda loss: loss * time.perf_counter()),
+    "must be a pure function of (model, batch, rngs)": of(
+        # float32 has not enough digits for the clock itself
+        lambda loss: loss * (time.perf_counter_ns() % 1_000_003)
+    ),
     "must make a function of (model, batch, rngs), not 7": lambda config: 7,
+    "the objective must take (model, batch, rngs): too many": lambda config: lambda model, batch: 0,
 }
 
 
