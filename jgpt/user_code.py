@@ -129,6 +129,8 @@ def describe_error(error: BaseException) -> str | None:
     if place is None:
         return None
     path, number = place
+    if isinstance(error.__cause__, StopIteration):
+        error = error.__cause__
     message = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, SyntaxError) and error.filename == str(path):
         line = (error.text or "").strip()
@@ -143,8 +145,12 @@ def place_of_error(error: BaseException) -> tuple[Path, int] | None:
     For a result that `jgpt.typed` rejects, this is where the function begins. Return None for an
     error that no such file has raised.
     """
-    if isinstance(error, CustomCodeError) and error.__cause__ is not None:
-        return place_of_error(error.__cause__)
+    cause = error.__cause__
+    if isinstance(error, CustomCodeError) and cause is not None:
+        return place_of_error(cause)
+    # A generator raises RuntimeError, from another place, in place of StopIteration.
+    if isinstance(cause, StopIteration):
+        return place_of_error(cause)
     files = set(_loaded)
     for path in _loaded:
         files.update(imported_beside(path))

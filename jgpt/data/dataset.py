@@ -340,6 +340,8 @@ def _load_mixture(
     if tokenizer is None and is_text:
         # A vocabulary of all texts, as if they were one.
         tokenizer = _make_tokenizer(config, lambda: _chunks_of(config, sources, progress))
+    elif tokenizer is None and config.tokenizer == "numbers":
+        tokenizer = _tokenizer_of_all_numbers(config, sources)
     splits: list[tuple[Any, Any, Any]] = []
     shares = []
     for index, source in enumerate(sources):
@@ -374,6 +376,16 @@ def _load_mixture(
     digest.update(json.dumps(tokens_and_weights).encode())
     text = KnownText(digest.hexdigest(), None, corpus_versions(sources))
     return Dataset(train, validation, test, tokenizer, text, tuple(shares))
+
+
+def _tokenizer_of_all_numbers(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
+    """Return the tokenizer of the numbers of all sources, some of which are files of tokens."""
+    vocab_size = 0
+    for source in sources:
+        part = replace(config, data=(source,))
+        loaded = _load(part, None, None, lambda message: None, lambda fraction: None)
+        vocab_size = max(vocab_size, loaded.tokenizer.vocab_size)
+    return NumberTokenizer(vocab_size)
 
 
 def _chunks_of(
@@ -438,7 +450,10 @@ def _digest_of(loaded: _Tokens) -> str:
 def _load_tokens(config: DataConfig, path: Path, tokenizer: Tokenizer | None) -> _Tokens:
     """Return the tokens that `jgpt prepare` or nanoGPT's prepare.py wrote."""
     if len(config.data) > 1:
-        raise ValueError(f"prepared data {path} can't be mixed with other data")
+        raise ValueError(
+            f"tokens such as {path} can't be joined with other data; training mixes them by "
+            f"weights, as in {path}=0.5"
+        )
     validation = None
     if (path / INDEX_FILE).is_file():
         tokens, own_tokenizer = _open_prepared(path)
@@ -469,6 +484,7 @@ def _load_bare_tokens(
                 Message(f"{path} is split already: ", Field("test_fraction"), " must be 0")
             )
     is_numbers = config.tokenizer == "numbers"
+    is_new = tokenizer is None
     if tokenizer is None and not is_numbers:
         tokenizer = _nanogpt_tokenizer(path, config)
     splits = [_open_bare_tokens(file, tokenizer, config.token_dtype) for file in files]
@@ -478,6 +494,11 @@ def _load_bare_tokens(
         advice = (
             f"write tokens of this tokenizer, or give the tokenizer of these {split.dtype} tokens"
         )
+        if isinstance(tokenizer, NumberTokenizer):
+            advice = "train a run whose vocabulary has it"
+            if is_new:
+                size = Field("numbers_vocab_size", _largest_of(splits) + 1)
+                advice = Message("give ", size)
         _require_in_vocabulary(str(file), split, tokenizer, advice)
     return tokenizer, [_narrow(split, tokenizer) for split in splits]
 
@@ -549,8 +570,11 @@ def _require_in_vocabulary(
     elif largest < tokenizer.vocab_size:
         return
     raise ValueError(
-        f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
-        f"{tokenizer.vocab_size:,}: {advice}"
+        Message(
+            f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size:,}: ",
+            advice,
+        )
     )
 
 
@@ -1176,11 +1200,15 @@ def _open_bare_tokens(
     # Small numbers of twice the width have an upper half of 0. Where the dtype is named, it counts.
     is_guessed = named == "auto" and dtype == np.uint16
     if is_guessed and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
+        wider = "uint32"
+        why = "every other uint16 in it is 0"
+        if not tokens[2::4].any():
+            wider = "int64"
+            why = "three of four uint16 in it are 0"
         raise ValueError(
             Message(
-                f"{path} seems to have uint32 tokens, because every other uint16 in it is 0: write "
-                f"{described}, or give ",
-                Field("token_dtype", "uint32"),
+                f"{path} seems to have {wider} tokens, because {why}: write {described}, or give ",
+                Field("token_dtype", wider),
             )
         )
     return tokens

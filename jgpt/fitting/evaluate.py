@@ -174,6 +174,9 @@ def _read_other_text(
     if data_field is None:
         data_field = config.data_field
     config = replace(config, data=data, data_field=data_field)
+    if all(Path(source).suffix == ".npy" for source in data):
+        # Such a file says its own dtype, which need not be that of the run's .bin.
+        config = replace(config, token_dtype="auto")
     try:
         tokens = load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
     except UnencodableText as error:

@@ -94,6 +94,8 @@ def prepare(
     _require_custom_code(config, target.saved)
     config = _with_newlines_of(target.saved, config)
     weights = read_initial(initial, config)
+    if isinstance(initial, (str, Path)) and target.saved is None:
+        _require_other_run(Path(initial), target.path)
     if dataset is None:
         dataset = _load_text(config, target, progress, should_stop, weights)
     else:
@@ -162,6 +164,18 @@ def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfi
     if saved is not None:
         universal = universal and saved.config.dataset.universal_newlines
     return replace(config, dataset=replace(config.dataset, universal_newlines=universal))
+
+
+def _require_other_run(initial: Path, out: Path) -> None:
+    """Raise ValueError if a new run would delete the run whose weights it starts from."""
+    if out.exists() and initial.exists() and initial.samefile(out):
+        raise ValueError(
+            Message(
+                Field("overwrite", True),
+                f" would delete the weights of {initial}, from which the run starts: give another ",
+                Field("out"),
+            )
+        )
 
 
 def _require_initial(initial: Initial | None, saved: SavedRun) -> None:

@@ -233,6 +233,12 @@ def _binder(signature: inspect.Signature) -> _Bind:
 
     def bind(args: Any, kwargs: Any) -> inspect.BoundArguments:
         if len(args) > len(positional):
+            by_name = names[len(positional) :]
+            if by_name:
+                raise TypeError(
+                    f"too many positional arguments: give {', '.join(by_name)} by name, as in "
+                    f"{by_name[0]}=..."
+                )
             return bind_slowly(args, kwargs)
         arguments = dict(zip(positional, args, strict=False))
         keywords = 0

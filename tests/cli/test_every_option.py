@@ -430,13 +430,14 @@ def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, 
 def test_chat(loaded):
     loaded.note("jgpt.generation.chat.Chat", stop=True)
     rules = {"max_new_tokens": 5, "temperature": 0.3, "top_p": 0.7, "system": "be brief"}
-    words = ("--seed", 9, "--weights", "int8", "--checkpoint", "last")
+    words = ("--seed", 9, "--weights", "int8", "--checkpoint", "last", "--model", "m.py:GPT")
     type_in("chat", "run", *words_of(rules), *words)
     received = loaded["Chat"]
     assert {name: received[name] for name in rules} == rules
     assert received["model"] == "the model in int8"
     assert received["key"] == jax.random.key(9)
     assert loaded["load"]["which"] == "last"
+    assert loaded["load"]["model"] == "m.py:GPT"
 
 
 def test_eval(calls):

@@ -234,3 +234,10 @@ def test_a_wrong_call_inside_a_call_is_reported_once_and_where_it_is():
 def test_a_missing_argument_names_the_function():
     with pytest.raises(TypeError, match=r"^Head.__init__\(\) missing a required argument: 'rngs'$"):
         jgpt.Head(10, 4)  # type: ignore[call-arg]
+
+
+def test_an_argument_that_is_given_by_name_alone_is_named():
+    with pytest.raises(
+        TypeError, match=r"^load\(\) too many .* give which, model, .*in which=...$"
+    ):
+        jgpt.load("run", "last")  # type: ignore[misc]

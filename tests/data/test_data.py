@@ -404,7 +404,7 @@ def test_a_digest_is_of_all_tokens():
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):
-    with pytest.raises(ValueError, match="can't be mixed with other data"):
+    with pytest.raises(ValueError, match="can't be joined with other data"):
         load_dataset(DataConfig(data=(str(prepared), "pydocs")), 8)
     with pytest.raises(ValueError, match="was prepared with another tokenizer"):
         load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())

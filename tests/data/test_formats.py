@@ -590,7 +590,7 @@ def test_tokens_go_with_nothing_else(tokens):
 
     with pytest.raises(ValueError, match="is split already: test_fraction must be 0"):
         load_dataset(split_again, 8)
-    with pytest.raises(ValueError, match="can't be mixed with other data"):
+    with pytest.raises(ValueError, match="can't be joined with other data"):
         load_dataset(mixed, 8)
     with pytest.raises(ValueError, match=r"train\.bin is not text but a file of arrays"):
         prepare(DataConfig((file,)), tokens / "out")

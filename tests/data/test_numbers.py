@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jgpt import DataConfig, Dataset
-from jgpt.data.dataset import load_dataset
+from jgpt.data.dataset import load_dataset, load_text
 from jgpt.data.tokenizers import NumberTokenizer, UnencodableText, tokenizer_from_json
 
 NOTES = np.array([60, 62, 64, 65, 67, 69, 71, 72] * 9)
@@ -67,6 +67,27 @@ def test_a_named_dtype_is_that_of_tokens_with_a_tokenizer_too(tmp_path):
         load_dataset(guessed, 3)
 
 
+def test_numbers_of_64_bits_are_not_taken_for_32(tmp_path):
+    NOTES.astype(np.int64).tofile(tmp_path / "a.bin")
+    guessed = DataConfig((str(tmp_path / "a.bin"),), tokenizer="byte")
+
+    with pytest.raises(ValueError, match=r"seems to have int64 tokens.* token_dtype='int64'$"):
+        load_dataset(guessed, 3)
+
+
+def test_a_mixture_of_numbers_has_the_vocabulary_of_all(tmp_path):
+    np.save(tmp_path / "a.npy", NOTES)
+    np.save(tmp_path / "b.npy", NOTES + 5)
+    (tmp_path / "c.txt").write_text("3 90 4 " * 9)
+    sources = (f"{tmp_path}/a.npy=0.5", f"{tmp_path}/b.npy=0.25", f"{tmp_path}/c.txt=1")
+
+    dataset = load_dataset(DataConfig(sources, tokenizer="numbers"), 5)
+
+    assert dataset.tokenizer.vocab_size == 91
+    assert dataset.train[:64].tolist() == NOTES[:64].tolist()
+    assert dataset.train[64:128].tolist() == (NOTES + 5)[:64].tolist()
+
+
 def test_a_text_of_numbers_is_tokens(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(map(str, NOTES)))
 
@@ -91,7 +112,7 @@ def test_a_text_of_numbers_is_tokens(tmp_path):
         ("a.npy", NOTES[:0], {}, "a.npy has no tokens"),
         ("a.npy", -NOTES, {}, "a.npy contains token -72, outside its tokenizer's vocabulary"),
         ("a.npy", NOTES, {"token_dtype": "uint16"}, r"token_dtype='uint16' is not .* int64"),
-        ("a.npy", NOTES, {"numbers_vocab_size": 72}, "contains token 72, outside .* of 72"),
+        ("a.npy", NOTES, {"numbers_vocab_size": 72}, "token 72, outside .* of 72: give .*size=73$"),
         ("a.npy", np.array(["a"], object), {}, r"a.npy can't be read as .npy: .* Python objects"),
         ("a.npy", NOTES + 2**24, {}, r"contains token 16777288 as int64.* 16,777,216 tokens"),
     ],
@@ -106,6 +127,16 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, array, options, mes
         loaded(tmp_path / name, **options)
 
     assert "\n" not in str(error.value)
+
+
+def test_numbers_outside_of_the_vocabulary_of_a_run_need_another_run(tmp_path):
+    np.save(tmp_path / "a.npy", NOTES)
+    config = DataConfig((str(tmp_path / "a.npy"),), tokenizer="numbers")
+
+    with pytest.raises(
+        ValueError, match=r"token 72, .* of 65: train a run whose vocabulary has it"
+    ):
+        load_text(config, NumberTokenizer(65))
 
 
 def test_tokens_without_a_tokenizer_may_be_numbers(tmp_path):

@@ -307,3 +307,20 @@ def test_a_checkpoint_in_place_of_its_run_is_named(trained, tmp_path):
         said = refused("train", *words, checkpoint, cwd=tmp_path)
 
         assert said.endswith(f"is a checkpoint, not a run directory: give {trained.directory}")
+
+
+def test_a_run_that_would_delete_the_weights_it_starts_from_is_refused(config, tmp_path):
+    first = jgpt.fit(config, progress=None)
+    link = tmp_path / "link"
+    link.symlink_to(first.directory)
+    other = dataclasses.replace(config, steps=2)
+
+    for initial in (first.directory, link):
+        with pytest.raises(
+            ValueError, match=r"overwrite=True would delete the weights of .*: give"
+        ):
+            jgpt.fit(other, initial=initial, overwrite=True, progress=None)
+
+    saved = jgpt.load(first.directory)
+    assert saved.config.steps == 4
+    assert arrays_of(saved.model).keys() == arrays_of(first.model).keys()

@@ -210,6 +210,23 @@ def test_another_text_is_evaluated_whole_with_the_run_s_tokenizer(trained, tmp_p
     assert found.data == str(table)
 
 
+def test_other_tokens_say_their_dtype_which_need_not_be_that_of_the_run(small_run, tmp_path):
+    notes = np.array([60, 62, 64, 65, 67, 69, 71, 72] * 20)
+    notes.astype(np.uint16).tofile(tmp_path / "notes.bin")
+    np.save(tmp_path / "other.npy", notes[:33])
+    source = (str(tmp_path / "notes.bin"),)
+    config = dataclasses.replace(
+        small_run,
+        dataset=DataConfig(source, tokenizer="numbers", token_dtype="uint16"),
+        steps=1,
+        sample_tokens=0,
+        out=str(tmp_path / "run"),
+    )
+    run = fit(config, progress=None)
+
+    assert evaluate(run.directory, data=str(tmp_path / "other.npy")).tokens == 32
+
+
 def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
     def refused(text, match, **options):
         other = tmp_path / "other.txt"

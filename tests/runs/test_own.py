@@ -620,6 +620,19 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_batches_that_come_to_an_end_have_a_place(poem, tmp_path):
+    """Within a generator, which a context manager is, Python hides a StopIteration."""
+    (tmp_path / "my.py").write_text(
+        "steps = iter([])\n\n\ndef batches(dataset, seed, step):\n    return next(steps)\n"
+    )
+    words = ("--batches", "my.py:batches", *SMALL, "--data", poem, "--out", "r")
+
+    said = refused("train", *words, cwd=tmp_path)
+
+    assert said == "jgpt: my.py, line 5: return next(steps): StopIteration:"
+    assert not (tmp_path / "r").exists()
+
+
 @pytest.mark.slow
 def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_path):
     """Its weights need no optimizer; `jgpt sample` has no such option."""
@@ -640,6 +653,7 @@ def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
         ("train", "--optimizer", "nothere.py:x"),
         ("plan", "--optimizer", "nothere.py:x"),
         ("sample", run, *model),
+        ("chat", run, *model),
         ("eval", run, *model),
         ("attention", run, "--prompt", "a", *model),
         ("look", run, "--prompt", "a", *model),

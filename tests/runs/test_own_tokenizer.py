@@ -107,6 +107,8 @@ def test_what_is_wrong_with_an_own_tokenizer_is_one_line(folder):
     jgpt.fit(config_in(folder), tokenizer=f"{folder / 'my.py'}:Chess", progress=None)
     said = refused("export", "run", "--out", "exported", cwd=folder)
     assert said.endswith("my.py:Chess is code, which can't be exported")
+    said = refused("chat", "run", cwd=folder)
+    assert said.endswith("run has a custom tokenizer, without the special tokens of a chat")
 
     (folder / "my.py").write_text(FILE.replace('"?" if token == 7 else ', ""))
     sample = ("sample", "run", "--prompt", "e2e4", "--tokenizer", "my.py:Chess")

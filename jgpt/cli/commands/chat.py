@@ -2,12 +2,14 @@
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
 from jgpt.cli.arguments import (
     Checkpoint,
     LatestRun,
+    ModelOption,
     Probability,
     require_seed,
 )
@@ -27,6 +29,7 @@ def chat(
     seed: int = 1337,
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
+    model: ModelOption = None,
 ) -> None:
     """Chat with an imported model, such as SmolLM2 or Qwen3, in the ChatML template.
 
@@ -41,7 +44,8 @@ def chat(
     """
     require_seed(seed)
     run = runs.run_or_latest(run)
-    with runs.loaded_run(run, checkpoint, weights=weights) as (loaded, tokenizer, _):
+    _require_tokenizer(run)
+    with runs.loaded_run(run, checkpoint, model=model, weights=weights) as (loaded, tokenizer, _):
         import jax
         import numpy as np
 
@@ -57,6 +61,14 @@ def chat(
             top_p=top_p,
         )
     _converse(conversation)
+
+
+def _require_tokenizer(run: str) -> None:
+    """Raise ValueError for a custom tokenizer, which can't have the special tokens of a chat."""
+    from jgpt.runs.directory import RunDirectory
+
+    if RunDirectory.is_run(Path(run)) and RunDirectory.open(run).config().dataset.make is not None:
+        raise ValueError(f"{run} has a custom tokenizer, without the special tokens of a chat")
 
 
 def _converse(conversation: Any) -> None:
