@@ -76,7 +76,6 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
     return sentences
 
 
-@typed
 def is_causal(model: LanguageModel) -> bool:
     """Return whether the logits of a model's call are the same whatever tokens follow, or none."""
     if isinstance(model, GPT) and not changed_parts(model):
