@@ -293,7 +293,15 @@ def _or_code(read: Callable[[str], Any]) -> Callable[[str], Any]:
     def read_value_or_code(text: str) -> Any:
         if ".py:" in text:
             return text
-        return read(text)
+        try:
+            return read(text)
+        except argparse.ArgumentTypeError as error:
+            # without the name of what is in the file
+            if not text.endswith(".py"):
+                raise
+            raise argparse.ArgumentTypeError(
+                f"{error}: name what the file has, as in {text}:NAME"
+            ) from None
 
     return read_value_or_code
 

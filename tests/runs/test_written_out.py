@@ -96,7 +96,9 @@ def test_the_written_training_equals_fit_bitwise(training, tmp_path, poem, capsy
     held_out = tokens[int(len(tokens) * 0.9) :]
     starts = range(0, len(held_out) - 11, 11)
     windows = jnp.stack([jnp.asarray(held_out[start : start + 12]) for start in starts])
-    model = jgpt.load(module.OUT).model
+    model, _, saved = jgpt.load(module.OUT)
+    same_place = {"name": saved.name, "out": saved.out, "sample_tokens": saved.sample_tokens}
+    assert saved == dataclasses.replace(run.config, **same_place)
     mean = jgpt.cross_entropy(model(windows[:, :-1]), windows[:, 1:])
     assert f"validation {mean:.3f}\nsaved" in capsys.readouterr().out
     other = dataclasses.replace(config, seed=3, out=str(tmp_path / "other"))
