@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Num, PyTree
+from jaxtyping import Array, Float, Int
 
 from jgpt.nn.models import CachedLanguageModel, LanguageModel, Weights, named_parameters
 from jgpt.nn.transformer import GPT
@@ -76,16 +76,21 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
     return sentences
 
 
-def is_causal(model: LanguageModel) -> bool:
+def is_causal(model: LanguageModel, batch: int = 1) -> bool:
     """Return whether the logits of a model's call are the same whatever tokens follow, or none."""
     if isinstance(model, GPT) and not changed_parts(model):
         return True
-    graph, parameters, others = nnx.split(model, nnx.Param, ...)
+    graph, weights, others = nnx.split(model, _is_float, ...)
     time = min(model.block_size, TIME)
-    numbers = np.random.default_rng(0).integers(model.vocab_size, size=(1, time))
+    numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
     tokens = jnp.asarray(numbers, jnp.int32)
-    difference = _run(_difference_by_padding, graph, parameters, others, tokens)
+    difference = _run(_difference_by_padding, graph, weights, others, tokens)
     return not difference > TOLERANCE  # that of a model with NaN is NaN
+
+
+def _is_float(path: Any, variable: Any) -> bool:
+    """Return whether a variable is a parameter that can have noise; one in int8 can't."""
+    return isinstance(variable, nnx.Param) and jnp.issubdtype(variable.dtype, jnp.floating)
 
 
 def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any:
@@ -177,8 +182,8 @@ def _settings(module: nnx.Module) -> dict[str, Any]:
 
 
 @typed
-def _noisy(weights: PyTree[Num[Array, "..."]]) -> PyTree[Num[Array, "..."]]:
-    """Add noise to weights that is the same on every machine; those in int8 stay as they are.
+def _noisy(weights: Weights) -> Weights:
+    """Add noise to weights that is the same on every machine.
 
     Its values are spread evenly from -NOISE to NOISE (Knuth, The Art of Computer Programming 3,
     section 6.4: Fibonacci hashing). `jax.random` is not used, because a program that draws takes
@@ -212,10 +217,10 @@ def _logits_and_leak(
 
 @typed
 def _difference_by_padding(
-    graph: nnx.GraphDef, parameters: Any, others: Any, tokens: Int[Array, "batch time"]
+    graph: nnx.GraphDef, weights: Weights, others: Any, tokens: Int[Array, "batch time"]
 ) -> Float[Array, ""]:
     """Return how much logits change when tokens are put behind them."""
-    model: Any = nnx.merge(graph, _noisy(parameters), others)
+    model: Any = nnx.merge(graph, _noisy(weights), others)
     known = (tokens.shape[1] + 1) // 2
     alone = model(tokens[:, :known])  # batch known vocab
     return _difference(model(tokens)[:, :known], alone)

@@ -492,6 +492,8 @@ def test_256_tokens_are_drawn_within_frames(page, tmp_path):
 
     # and what is drawn again is what the data are then
     page.run("data.candidates[4][7][0] = (tokens[8] + 1) % 17; show({ ...data })")
+    page.run("lens.place.scrollLeft = 0")  # cells out of sight are filled when they are seen
+    page.run("new Promise(done => setTimeout(() => requestAnimationFrame(done), 50))")
     drawn = page.run("lens.cells[4][7].textContent")
     expected = page.run("visible((tokens[8] + 1) % 17)")
     assert drawn == expected
