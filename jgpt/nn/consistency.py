@@ -79,7 +79,9 @@ def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> l
 def is_causal(model: LanguageModel, batch: int = 1) -> bool:
     """Return whether the logits of a model's call are the same whatever tokens follow, or none."""
     if isinstance(model, GPT) and not changed_parts(model):
-        return True
+        return True  # by its construction, which the tests of jgpt itself check
+    # Whatever the model was initialised with, noise gives each weight a part in the logits: a
+    # branch that begins as zero would hide what it reads.
     graph, weights, others = nnx.split(model, _is_float, ...)
     time = min(model.block_size, TIME)
     numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
@@ -222,6 +224,8 @@ def _difference_by_padding(
     """Return how much logits change when tokens are put behind them."""
     model: Any = nnx.merge(graph, _noisy(weights), others)
     known = (tokens.shape[1] + 1) // 2
+    # Without later tokens, rather than with others as in `_logits_and_leak`: positions that are
+    # counted from the end change with the number of tokens alone.
     alone = model(tokens[:, :known])  # batch known vocab
     return _difference(model(tokens)[:, :known], alone)
 

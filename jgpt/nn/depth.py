@@ -125,6 +125,7 @@ def _scanned(
     rng_state = nnx.to_pure_dict(nnx.state(rngs))  # empty in evaluation
     # states: num_layers batch time embed_dim
     (x, rng_state), (states, kept) = jax.lax.scan(call, (x, rng_state), (weights, scales))
+    # One layer after the other, as the loop over the blocks keeps them.
     for layer in range(config.num_layers):
         keep_all(jax.tree.map(operator.itemgetter(layer), kept))
     nnx.update(rngs, rng_state)  # the caller continues with the key after the last block's

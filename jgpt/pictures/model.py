@@ -212,6 +212,7 @@ def _has_gradient(jaxpr: Any, equation: Any) -> bool:
         return True  # it makes constants
     function = _function_of(jaxpr, equation, operands, reals)
 
+    # `jax.grad` is of one real number, and integers among the operands have no gradient.
     def total(*arguments: Any) -> Any:
         sums = [result.sum().astype(jnp.float32) for result in function(*arguments)]
         return sum(sums, start=jnp.zeros(()))

@@ -151,6 +151,7 @@ def keeping_apart() -> Iterator[list[list[Any]]]:
 
     A transformation returns them as results, and what calls it gives them to `keep_all`.
     """
+    # Lists of their own, since a tracer in the outer list would outlive its transformation.
     watchers = [dataclasses.replace(watcher, kept=[]) for watcher in _WATCHERS.get()]
     with set_context(_WATCHERS, tuple(watchers)):
         yield [watcher.kept for watcher in watchers]
