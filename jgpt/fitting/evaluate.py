@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig
+from jgpt.config import DataConfig, TokenDtype
 from jgpt.data.dataset import Dataset, count_characters, load_dataset, load_text, require_usable
 from jgpt.data.tokenizers import NumberTokenizer, Tokenizer, UnencodableText
 from jgpt.fields import Make
@@ -54,6 +54,7 @@ def evaluate(
     split: Literal["validation", "test"] = "validation",
     data: str | tuple[str, ...] = (),
     data_field: str | None = None,
+    token_dtype: TokenDtype | None = None,
     dataset: Dataset | None = None,
     window: int | None = None,
     progress: Progress | None = None,
@@ -62,18 +63,19 @@ def evaluate(
 
     The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
     another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
-    as the run's text was. `data_field` is its field or column, by default that of the run. A run
-    that was trained on a `dataset` needs it again. A run of a custom model or tokenizer needs the
-    `model` or `tokenizer` again, as an object or as FILE.py:NAME. The text is evaluated in windows
-    of `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not
-    have, a longer window, or a text that the tokenizer can't encode, and the errors of `load`.
+    as the run's text was. `data_field` is its field or column, and `token_dtype` the dtype of a
+    .bin file, by default those of the run. A run that was trained on a `dataset` needs it again. A
+    run of a custom model or tokenizer needs the `model` or `tokenizer` again, as an object or as
+    FILE.py:NAME. The text is evaluated in windows of `window` tokens, at most `block_size`. Raises
+    ValueError for a split that the run does not have, a longer window, or a text that the tokenizer
+    can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
     loaded, used_tokenizer, config = load(
         run_directory, model=model, tokenizer=tokenizer, which=which
     )
     size = _window_size(window, config.model.block_size)
-    data = _other_data(data, split, data_field)
+    data = _other_data(data, split, data_field, token_dtype)
     directory = RunDirectory.open(run_directory)
     lines = directory.provenance()
     if config.micro_batches == "auto":
@@ -82,7 +84,8 @@ def evaluate(
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
     if data:
-        tokens = _read_other_text(config.dataset, data, data_field, used_tokenizer, progress)
+        other = _config_of_other_text(config.dataset, data, data_field, token_dtype)
+        tokens = _read_other_text(other, used_tokenizer, progress)
     elif dataset is None:
         loaded_data = _load_known(directory, config.dataset, size, used_tokenizer, progress)
         tokens = _tokens_of(loaded_data, split, directory)
@@ -117,7 +120,12 @@ def _window_size(window: int | None, block_size: int) -> int:
     return window
 
 
-def _other_data(data: str | tuple[str, ...], split: str, data_field: str | None) -> tuple[str, ...]:
+def _other_data(
+    data: str | tuple[str, ...],
+    split: str,
+    data_field: str | None,
+    token_dtype: TokenDtype | None,
+) -> tuple[str, ...]:
     """Return the sources of another text, if there are any."""
     if isinstance(data, str):
         data = (data,)
@@ -125,10 +133,12 @@ def _other_data(data: str | tuple[str, ...], split: str, data_field: str | None)
         raise ValueError(
             Message("give ", Field("data"), " or ", Field("split", split), ", not both")
         )
-    if data_field is not None and not data:
-        raise ValueError(
-            Message(Field("data_field", data_field), " is for another text: give ", Field("data"))
-        )
+    of_other_text = {"data_field": data_field, "token_dtype": token_dtype}
+    for name, value in of_other_text.items():
+        if value is not None and not data:
+            raise ValueError(
+                Message(Field(name, value), " is for another text: give ", Field("data"))
+            )
     return data
 
 
@@ -162,30 +172,37 @@ def _tokens_of(dataset: Dataset, split: str, run: RunDirectory) -> Integer[np.nd
     return dataset.test
 
 
-@typed
-def _read_other_text(
+def _config_of_other_text(
     config: DataConfig,
     data: tuple[str, ...],
     data_field: str | None,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> Integer[np.ndarray, " tokens"]:
-    """Return the tokens of another text, which is read as the run's text was."""
+    token_dtype: TokenDtype | None,
+) -> DataConfig:
+    """Return how to read another text: as the run's text was, unless it is said."""
     if data_field is None:
         data_field = config.data_field
-    config = replace(config, data=data, data_field=data_field)
-    if all(Path(source).suffix == ".npy" for source in data):
-        # Such a file says its own dtype, which need not be that of the run's .bin.
-        config = replace(config, token_dtype="auto")
+    if token_dtype is None:
+        token_dtype = config.token_dtype
+        if all(Path(source).suffix == ".npy" for source in data):
+            # Such a file says its own dtype, which need not be that of the run's .bin.
+            token_dtype = "auto"
+    return replace(config, data=data, data_field=data_field, token_dtype=token_dtype)
+
+
+@typed
+def _read_other_text(
+    config: DataConfig, tokenizer: Tokenizer, progress: Progress
+) -> Integer[np.ndarray, " tokens"]:
+    """Return the tokens of another text."""
     try:
         tokens = load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
     except UnencodableText as error:
         raise ValueError(
-            f"{' '.join(data)} can't be encoded by the run's tokenizer: {error}"
+            f"{' '.join(config.data)} can't be encoded by the run's tokenizer: {error}"
         ) from None
     if len(tokens) < 2:
         raise ValueError(
-            f"{' '.join(data)} has {counted(len(tokens), 'token')}: an evaluation needs two"
+            f"{' '.join(config.data)} has {counted(len(tokens), 'token')}: an evaluation needs two"
         )
     return tokens
 

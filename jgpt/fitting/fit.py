@@ -48,7 +48,8 @@ from jgpt.shapes.contract import typed
 from jgpt.training.custom_objective import (
     first_loss,
     require_finite,
-    require_pure,
+    require_gradient,
+    trace_objective,
     unread_arrays,
 )
 from jgpt.training.evaluation import EvaluationPlan
@@ -429,7 +430,7 @@ def _require_derivatives(
 def _check_objective(
     prepared: PreparedRun, state: TrainState, made: OwnBatches | None, progress: Progress
 ) -> None:
-    """Raise ValueError for an objective that is not pure, or not finite on the next batch.
+    """Raise ValueError for an objective that is not pure, has no gradient, or is not finite.
 
     Warn if it does not read the weights or the documents of a batch.
     """
@@ -451,9 +452,10 @@ def _check_objective(
     # A micro-batch is what a step has memory for.
     rows = config.batch_size // config.micro_batches
     first = jax.tree.map(lambda array: array[:rows], batch)
-    require_pure(config, first)
+    program = trace_objective(config, first)
+    require_gradient(program, config)
     if made is not None:
-        for name in unread_arrays(config, first):
+        for name in unread_arrays(program, first):
             progress.warned(f"the objective does not read the {name} that the batches have")
     weights = trained_weights(state.weights, state.optimizer)
     require_finite(first_loss(config, weights, first, dropout_stream(config.seed)))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Key
 
 from jgpt.config import TrainConfig
@@ -134,55 +135,79 @@ def _is_scalar(result: Any) -> bool:
     return result.shape == () and jnp.issubdtype(result.dtype, jnp.floating)
 
 
-def require_pure(config: TrainConfig, batch: Batch) -> None:
-    """Raise ValueError for an objective that gives another program, or other metrics, each time.
+def trace_objective(config: TrainConfig, batch: Batch) -> ClosedJaxpr:
+    """Return the program of an objective, a jaxpr of the weights, the batch and a key.
 
-    It is traced once for all steps, so a clock, a counter or NumPy's random numbers would stay as
-    they were then, and a resumed run would differ.
+    Raises ValueError for an objective that gives another program, or other metrics, each time. It
+    is traced once for all steps, so a clock, a counter or NumPy's random numbers would stay as they
+    were then, and a resumed run would differ.
     """
     objective = make_objective(config)
     program = _program(config, lambda _: objective)
     weights = weights_of(abstract_model(config.model))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    texts = []
-    metrics = []
-    for _ in range(2):
+
+    def traced() -> tuple[ClosedJaxpr, str]:
         # Another function each time, or JAX would return the first trace.
         again = functools.partial(program)
         closed, (_, _, shapes) = jax.make_jaxpr(again, return_shape=True)(weights, [], batch, key)
-        texts.append(str(closed))
-        metrics.append(", ".join(sorted(shapes or ())) or "none")
-    if metrics[0] != metrics[1]:
+        return closed, ", ".join(sorted(shapes or ())) or "none"
+
+    first, first_metrics = traced()
+    second, second_metrics = traced()
+    if first_metrics != second_metrics:
         raise ValueError(
-            f"the objective must return the same metrics at each step: it returned {metrics[0]}, "
-            f"then {metrics[1]}"
+            "the objective must return the same metrics at each step: it returned "
+            f"{first_metrics}, then {second_metrics}"
         )
-    if texts[0] != texts[1]:
+    if str(first) != str(second):
         raise ValueError(
             "the objective must be a pure function of (model, batch, rngs): it gave another "
             "program when it was traced again, as one that reads a clock or counts its calls does"
         )
+    return first
 
 
-def unread_arrays(config: TrainConfig, batch: Batch) -> list[str]:
-    """Return the names of a batch's arrays that a custom objective does not read.
+def require_gradient(program: ClosedJaxpr, config: TrainConfig) -> None:
+    """Raise ValueError for the program of an objective that has no gradient for any weight."""
+    num_weights = len(jax.tree.leaves(weights_of(abstract_model(config.model))))
+    weights = program.jaxpr.invars[:num_weights]
+    value, *_ = program.jaxpr.outvars
+    if _leads_to(program.jaxpr, value).isdisjoint(map(id, weights)):
+        raise ValueError(
+            "the objective has no gradient: no floating-point numbers lead from the model's "
+            "weights to its value, so nothing would be trained"
+        )
+
+
+def _leads_to(jaxpr: Any, value: Any) -> set[int]:
+    """Return the identities of the variables from which a gradient may reach a value."""
+    reached = {id(value)}
+    for equation in reversed(jaxpr.eqns):
+        results = {id(variable) for variable in equation.outvars}
+        if equation.primitive.name == "stop_gradient" or reached.isdisjoint(results):
+            continue
+        for variable in equation.invars:
+            # Integers and booleans, such as those of an argmax, end a gradient.
+            if jnp.issubdtype(variable.aval.dtype, jnp.inexact):
+                reached.add(id(variable))
+    return reached
+
+
+def unread_arrays(program: ClosedJaxpr, batch: Batch) -> list[str]:
+    """Return the names of a batch's arrays that the program of a custom objective does not read.
 
     An objective that computes a mean of its own forgets the weights of targets easily, and then
     the model learns what it should not.
     """
-    objective = make_objective(config)
-    program = _program(config, lambda _: objective)
-    weights = weights_of(abstract_model(config.model))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    closed = jax.make_jaxpr(program)(weights, [], batch, key)
     read = set()
-    for equation in closed.jaxpr.eqns:
+    for equation in program.jaxpr.eqns:
         read.update(id(variable) for variable in equation.invars)
-    read.update(id(variable) for variable in closed.jaxpr.outvars)
+    read.update(id(variable) for variable in program.jaxpr.outvars)
     arguments, _ = jax.tree_util.tree_flatten_with_path({"batch": batch})
     # weights come before the batch, and the key after it
-    end = len(closed.jaxpr.invars) - 1
-    variables = closed.jaxpr.invars[end - len(arguments) : end]
+    end = len(program.jaxpr.invars) - 1
+    variables = program.jaxpr.invars[end - len(arguments) : end]
     unread = []
     for (path, _), variable in zip(arguments, variables, strict=True):
         if id(variable) not in read:

@@ -456,6 +456,8 @@ def test_eval(calls):
     type_in("eval", "run", "--data", "a.csv", "b.csv", "--data-field", "body")
     assert calls["evaluate"]["data"] == ("a.csv", "b.csv")
     assert calls["evaluate"]["data_field"] == "body"
+    type_in("eval", "run", "--data", "a.bin", "--token-dtype", "int64")
+    assert calls["evaluate"]["token_dtype"] == "int64"
     type_in("eval", "run", "--tokenizer", "my.py:Chess")
     assert calls["evaluate"]["tokenizer"] == "my.py:Chess"
 

@@ -214,6 +214,7 @@ def test_other_tokens_say_their_dtype_which_need_not_be_that_of_the_run(small_ru
     notes = np.array([60, 62, 64, 65, 67, 69, 71, 72] * 20)
     notes.astype(np.uint16).tofile(tmp_path / "notes.bin")
     np.save(tmp_path / "other.npy", notes[:33])
+    notes[:49].astype(np.uint32).tofile(tmp_path / "wider.bin")
     source = (str(tmp_path / "notes.bin"),)
     config = dataclasses.replace(
         small_run,
@@ -224,7 +225,12 @@ def test_other_tokens_say_their_dtype_which_need_not_be_that_of_the_run(small_ru
     )
     run = fit(config, progress=None)
 
+    wider = str(tmp_path / "wider.bin")
+
     assert evaluate(run.directory, data=str(tmp_path / "other.npy")).tokens == 32
+    assert evaluate(run.directory, data=wider, token_dtype="uint32").tokens == 48
+    # as the uint16 of the run, each number is followed by a zero
+    assert evaluate(run.directory, data=wider).tokens == 97
 
 
 def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
@@ -242,6 +248,8 @@ def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
     refused(first, "^give data or split='test', not both$", split="test")
     with pytest.raises(ValueError, match="data_field='body' is for another text: give data"):
         evaluate(trained.directory, data_field="body")
+    with pytest.raises(ValueError, match="token_dtype='int64' is for another text: give data"):
+        evaluate(trained.directory, token_dtype="int64")
 
 
 def test_a_run_for_a_mesh_is_evaluated_on_one_device_where_no_micro_batches_are_recorded(poem, out):

@@ -20,8 +20,9 @@ from jgpt.nn.stacking import model_merger, unstack_blocks
 from jgpt.training.custom_objective import (
     first_loss,
     require_finite,
-    require_pure,
+    require_gradient,
     split_arrays,
+    trace_objective,
     unread_arrays,
 )
 from jgpt.training.objective import next_token_loss, target_losses
@@ -214,13 +215,16 @@ REFUSED = {
         # float32 has not enough digits for the clock itself
         lambda loss: loss * (time.perf_counter_ns() % 1_000_003)
     ),
+    "the objective has no gradient: no floating-point numbers lead": of(
+        lambda loss: jax.lax.stop_gradient(loss) * 2
+    ),
     "must make a function of (model, batch, rngs), not 7": lambda config: 7,
     "the objective must take (model, batch, rngs): too many": lambda config: lambda model, batch: 0,
 }
 
 
 def require_good(config: TrainConfig) -> None:
-    require_pure(config, Batch(TOKENS))
+    require_gradient(trace_objective(config, Batch(TOKENS)), config)
     require_finite(first_loss(config, init_state(BIGRAM).weights, Batch(TOKENS), KEY))
 
 
@@ -231,6 +235,20 @@ def test_a_wrong_objective_is_refused_in_one_line(message):
         require_good(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def accuracy(config):
+    def objective(model, batch, rngs):
+        likeliest = model(batch.inputs, rngs=rngs).argmax(-1)
+        return -(likeliest == batch.targets).mean()
+
+    return objective
+
+
+def test_an_objective_without_a_gradient_is_refused_although_it_reads_the_weights():
+    config = dataclasses.replace(BIGRAM, objective=accuracy)
+    with pytest.raises(ValueError, match="the objective has no gradient"):
+        require_good(config)
 
 
 def test_a_good_objective_passes():
@@ -265,7 +283,8 @@ def test_arrays_that_an_objective_does_not_read_are_found(make, unread):
     weights = jnp.linspace(0, 1, 36).reshape(6, 6)
     batch = Batch(TOKENS, weights, jnp.zeros_like(TOKENS))
 
-    assert unread_arrays(dataclasses.replace(CONFIG, objective=make), batch) == unread
+    config = dataclasses.replace(CONFIG, objective=make)
+    assert unread_arrays(trace_objective(config, batch), batch) == unread
 
 
 def squares(call) -> jax.Array | None:

@@ -16,6 +16,7 @@ from jgpt.cli.arguments import (
 )
 from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console
+from jgpt.config import TokenDtype
 
 
 def eval_(
@@ -25,6 +26,7 @@ def eval_(
     split: Literal["validation", "test"] = "validation",
     data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
     data_field: Annotated[str | None, OptionSpec("NAME")] = None,
+    token_dtype: TokenDtype | None = None,
     model: ModelOption = None,
     tokenizer: TokenizerOption = None,
     mesh: MeshOption = None,
@@ -37,6 +39,7 @@ def eval_(
             evaluated, with the run's tokenizer.
         data_field: The field or column of JSON lines, CSV and Parquet that has the other text. By
             default that of the run.
+        token_dtype: The dtype of another .bin file of tokens. By default that of the run.
         json: Print one JSON object.
     """
     run = runs.run_or_latest(run)
@@ -57,6 +60,7 @@ def eval_(
             split=split,
             data=data,
             data_field=data_field,
+            token_dtype=token_dtype,
             model=model,
             tokenizer=tokenizer,
             progress=progress,
