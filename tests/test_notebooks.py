@@ -491,7 +491,8 @@ def test_a_file_that_is_no_written_notebook_is_kept(lessons, text):
 @pytest.mark.usefixtures("data_directory")
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_lesson_runs_and_gives_what_its_page_shows(path, tmp_path, monkeypatch):
-    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
+    # TMPDIR too: some lessons train into a folder of tempfile.mkdtemp, which nothing deletes
+    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TMPDIR"):
         monkeypatch.setenv(folder, str(tmp_path))
     if path.stem[:2] not in COMPILE:
         monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
