@@ -1,5 +1,6 @@
 """Every primitive of the page's interpreter computes what JAX computes, edge cases included."""
 
+import base64
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import wasmtime
 from jax import lax
 
 from jgpt.pictures.program import PRIMITIVES, make_program
@@ -468,6 +470,7 @@ def product_cases() -> Cases:
     cases.add("dot_general", jnp.matmul, floats(2, 4, 3), floats(2, 3, 5), ulps=8)
     cases.add("dot_general", scores, floats(2, 5, 3, 4), floats(2, 6, 3, 4), ulps=8)
     cases.add("dot_general", over_two_axes, floats(2, 3, 4), floats(3, 4, 5), ulps=8)
+    cases.add("dot_general", jnp.matmul, floats(3, 13, 150), floats(3, 150, 11), ulps=8)
     cases.add("dot_general", outer, floats(3), floats(4), ulps=4)
     cases.add("dot_general", inner, floats(5), floats(5), ulps=8)
     cases.add("dot_general", jnp.matmul, floats(3, 0), floats(0, 2))
@@ -747,12 +750,46 @@ def test_a_primitive_computes_what_jax_computes(primitive, calls, computed, expe
 
 MISTAKES = {
     "argmax": ("if (x > a[i - (k - best) * s])", "if (x >= a[i - (k - best) * s])"),
-    "dot_general": ("c33 += a3 * b3", "c33 += a3 * b2"),
+    "dot_general": ("pack(numbers, right, B, batch)", "pack(numbers, right, B, 0)"),
     "gather": ('mode === "clip" ? start', "true ? start"),
     "mul": ("always(binary(Math.imul));", "always(binary((a, b) => a * b));"),
     "rem": ("b === 0 ? a : a % b", "a % b"),
     "transpose": ("order.map((axis) => x.strides[axis]))", "x.strides)"),
 }
+
+
+def test_the_interpreter_has_the_bytes_of_the_product_in_webassembly():
+    source = INTERPRETER.with_name("product.wat").read_text()
+    (literal,) = re.findall(r"const PRODUCT =\n(.*?);", INTERPRETER.read_text(), re.DOTALL)
+    inside = base64.b64decode("".join(re.findall('"(.*)"', literal)))
+
+    assert inside == bytes(wasmtime.wat2wasm(source))
+    assert inside != bytes(wasmtime.wat2wasm(source.replace("f64x2.mul", "f64x2.add")))
+
+
+WITHOUT_WEBASSEMBLY = "delete globalThis.WebAssembly;\n"
+"""As in a page whose host does not let WebAssembly run."""
+
+
+@needs_javascript
+@pytest.mark.parametrize("mistake", [None, ("c33 += a3 * b3", "c33 += a3 * b2")])
+def test_products_have_the_same_bits_without_webassembly(mistake, calls, computed, tmp_path):
+    source = INTERPRETER.read_text()
+    if mistake is not None:
+        right, wrong = mistake
+        assert right in source
+        source = source.replace(right, wrong)
+    path = tmp_path / "interpreter.js"
+    path.write_text(WITHOUT_WEBASSEMBLY + source)
+    numbers = CASES_OF["dot_general"]
+
+    in_loops = run_programs([calls[number] for number in numbers], path)
+
+    is_same = []
+    for number, results in zip(numbers, in_loops, strict=True):
+        for found, wanted in zip(results.values(), computed[number], strict=True):
+            is_same.append(np.array_equal(found, wanted))
+    assert all(is_same) == (mistake is None)
 
 
 @needs_javascript
