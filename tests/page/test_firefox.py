@@ -5,7 +5,7 @@ import pytest
 
 from jgpt.pictures.page import model_page
 from tests.firefox import FIREFOX, browser
-from tests.page.test_page import STARTED
+from tests.page.test_page import RUNS_WEBASSEMBLY, STARTED
 from tests.page.test_program import TOKENIZER, look_of
 
 
@@ -24,9 +24,11 @@ def test_a_page_computes_what_is_typed_in_firefox(tmp_path):
         text = page.run("data.text")
         found = page.run("data.log_probabilities.at(-1)")
         closeness = page.run("$('closeness').textContent")
+        runs_webassembly = page.run(RUNS_WEBASSEMBLY)
 
     tokens = TOKENIZER.encode("cabs").tolist()
     expected = look(tokens, len(tokens))["log_probabilities"][-1]
     assert (first, text) == ("ca", "cabs")
     assert "computes every number here" in closeness
+    assert runs_webassembly
     np.testing.assert_allclose(found, expected, atol=2e-5)

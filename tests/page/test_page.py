@@ -146,6 +146,27 @@ def test_a_page_says_how_close_it_is_to_jax_and_what_a_change_is_in_python(defau
     assert code.replace('"', "'") == expected.as_code(look.anatomy, "ips/be").replace('"', "'")
 
 
+RUNS_WEBASSEMBLY = """
+new Promise((done) => {
+  const empty = "new WebAssembly.Module(Uint8Array.of(0, 97, 115, 109, 1, 0, 0, 0))";
+  const source = `try { ${empty}; postMessage(true); } catch { postMessage(false); }`;
+  const started = new Worker(URL.createObjectURL(new Blob([source])));
+  started.onmessage = ({data: answer}) => done(answer);
+})
+"""
+"""Whether a worker of the page may start WebAssembly, or loops take its place."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_policy_of_a_page_lets_its_worker_run_webassembly(default_page, tmp_path):
+    with opened(tmp_path / "page.html", default_page) as page:
+        assert page.run(RUNS_WEBASSEMBLY)
+
+    strict = default_page.replace("'wasm-unsafe-eval'", "")
+    with opened(tmp_path / "strict.html", strict) as page:
+        assert not page.run(RUNS_WEBASSEMBLY)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
