@@ -714,7 +714,7 @@ function reserve(count) {
   return at;
 }
 
-// What was the workspace before is lost: twice as large, few are.
+// What was the workspace before stays unused. Each is at least twice as large, so there are few.
 function workspaceFor(count) {
   if (workspace.count < count) {
     const larger = Math.max(count, 2 * workspace.count);
@@ -762,9 +762,11 @@ function multiplyInProduct(out, A, B) {
   const rows = roundUp(M);
   const columns = roundUp(N);
   const weights = isWeight(B) ? packedOnce(B, packInProduct) : null;
-  const left = workspaceFor(2 * rows * K + K * columns + rows * columns);
-  const right = left + 2 * rows * K;
-  const result = right + K * columns;
+  const ofLeft = 2 * rows * K;  // numbers of 64 bits
+  const ofRight = weights === null ? K * columns : 0;
+  const left = workspaceFor(ofLeft + ofRight + rows * columns);
+  const right = left + ofLeft;
+  const result = right + ofRight;
   const numbers = new Float32Array(product.memory.buffer);
   const leftNumbers = new Float64Array(product.memory.buffer, 4 * left, rows * K);
   leftNumbers.fill(0, M * K);  // the rows that the last tile lacks
