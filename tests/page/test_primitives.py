@@ -484,6 +484,11 @@ def product_cases() -> Cases:
     b = floats(6, 3).astype(jnp.bfloat16)
     cases.add("dot_general", summed_in_float32, a, b, ulps=8)
     cases.add("dot_general", product_of_transposed, floats(4, 3), floats(5, 4), ulps=8)
+    difference = np.array([1, -1], np.float32)
+    not_a_float = np.array([2**24 + 1, 2**24], np.int32)
+    cases.add("dot_general", jnp.matmul, difference, not_a_float)  # 0, since JAX rounds it
+    cases.add("dot_general", jnp.matmul, not_a_float, difference)
+    cases.add("dot_general", jnp.matmul, floats(70, 90), floats(90, 80), ulps=8)  # more than 64 kB
     return cases
 
 
@@ -769,18 +774,24 @@ def test_the_interpreter_has_the_bytes_of_the_product_in_webassembly():
 
 WITHOUT_WEBASSEMBLY = "delete globalThis.WebAssembly;\n"
 """As in a page whose host does not let WebAssembly run."""
+WITHOUT_MORE_MEMORY = """
+WebAssembly.Memory.prototype.grow = () => { throw new RangeError("the memory is full"); };
+"""
+"""As on a phone: what a page of 64 kB has no room for is computed in loops."""
+MISTAKE_IN_LOOPS = ("c33 += a3 * b3", "c33 += a3 * b2")
 
 
 @needs_javascript
-@pytest.mark.parametrize("mistake", [None, ("c33 += a3 * b3", "c33 += a3 * b2")])
-def test_products_have_the_same_bits_without_webassembly(mistake, calls, computed, tmp_path):
+@pytest.mark.parametrize("lacking", [WITHOUT_WEBASSEMBLY, WITHOUT_MORE_MEMORY])
+@pytest.mark.parametrize("mistake", [None, MISTAKE_IN_LOOPS])
+def test_products_have_the_same_bits_in_loops(lacking, mistake, calls, computed, tmp_path):
     source = INTERPRETER.read_text()
     if mistake is not None:
         right, wrong = mistake
         assert right in source
         source = source.replace(right, wrong)
     path = tmp_path / "interpreter.js"
-    path.write_text(WITHOUT_WEBASSEMBLY + source)
+    path.write_text(lacking + source)
     numbers = CASES_OF["dot_general"]
 
     in_loops = run_programs([calls[number] for number in numbers], path)
@@ -790,6 +801,35 @@ def test_products_have_the_same_bits_without_webassembly(mistake, calls, compute
         for found, wanted in zip(results.values(), computed[number], strict=True):
             is_same.append(np.array_equal(found, wanted))
     assert all(is_same) == (mistake is None)
+
+
+@needs_javascript
+def test_weights_serve_products_of_different_kinds():
+    """Of floats, of integers, and of nothing: in WebAssembly, in loops, and in neither."""
+
+    def function(nothing: Any, numbers: Any, bytes_: Any, weights: Any, byte_weights: Any) -> Any:
+        summed = partial(lax.dot, preferred_element_type=jnp.int32)
+        return (
+            nothing @ weights,
+            numbers @ weights,
+            numbers @ byte_weights,
+            summed(bytes_, byte_weights),
+        )
+
+    arguments = (
+        floats(0, 5),
+        floats(3, 5),
+        integers(3, 5, dtype=np.int8),
+        floats(5, 7),
+        integers(5, 7, dtype=np.int8),
+    )
+    program = make_program(function, *arguments)
+    *_, weights, byte_weights = program.inputs
+
+    (results,) = run_programs([Call(program, arguments, fixed=(weights, byte_weights))])
+
+    for found, wanted in zip(results.values(), function(*arguments), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @needs_javascript

@@ -737,10 +737,11 @@ function pack(target, p, x, batch) {
   }
 }
 
-// The panels of weights are made once for all runs.
+// The panels of weights are made once for all runs: for WebAssembly, for loops, or for both, since int8
+// weights may be multiplied by floats and by integers.
 const isWeight = (x) => x.store.uses === Infinity;
 function packedOnce(x, packing) {
-  const key = [x.offset, x.shape, x.strides].join("/");
+  const key = [packing.name, x.offset, x.shape, x.strides].join("/");
   x.store.packs ??= new Map();
   if (!x.store.packs.has(key)) x.store.packs.set(key, packing(x));
   return x.store.packs.get(key);
@@ -870,7 +871,9 @@ function merged(x, counts) {
 const otherAxes = (x, ...axes) =>
   x.shape.map((_, axis) => axis).filter((axis) => !axes.flat().includes(axis));
 
-function dotGeneral([a, b], parameters, [type]) {
+function dotGeneral(operands, parameters, [type]) {
+  const ofFloats = operands.some((x) => isFloat(x.dtype));
+  const [a, b] = ofFloats ? operands.map(asFloats) : operands;
   const {left, right, left_batch: leftBatch, right_batch: rightBatch} = parameters;
   const leftFree = otherAxes(a, left, leftBatch);
   const rightFree = otherAxes(b, right, rightBatch);
@@ -881,11 +884,30 @@ function dotGeneral([a, b], parameters, [type]) {
     permuted(b, [...rightBatch, ...right, ...rightFree]),
     [rightBatch.length, right.length, rightFree.length]);
   const out = make(type.dtype, type.shape);
-  const ofFloats = isFloat(a.dtype) || isFloat(b.dtype);
-  const isEmpty = sizeOf(A.shape) === 0 || sizeOf(B.shape) === 0;
-  if (ofFloats && product && !isEmpty) multiplyInProduct(out, A, B);
-  else multiplyInLoops(out, A, B, ofFloats ? multiplyTiles : multiplyTilesOfIntegers);
+  if (sizeOf(A.shape) === 0 || sizeOf(B.shape) === 0) out.data.fill(0);
+  else if (ofFloats) multiplyFloats(out, A, B);
+  else multiplyInLoops(out, A, B, multiplyTilesOfIntegers);
   return out;
+}
+
+// In loops also if WebAssembly's memory can't grow, as on a phone.
+function multiplyFloats(out, A, B) {
+  if (!product) {
+    multiplyInLoops(out, A, B, multiplyTiles);
+    return;
+  }
+  try {
+    multiplyInProduct(out, A, B);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    multiplyInLoops(out, A, B, multiplyTiles);
+  }
+}
+
+// JAX multiplies an integer by a float as two floats. One of 32 bits may have to be rounded.
+function asFloats(x) {
+  if (BITS[x.dtype] !== 32) return x;
+  return map1(unary((number) => number), {dtype: "float32", shape: x.shape}, x);
 }
 
 function multiplyInLoops(out, A, B, multiply) {
