@@ -18,10 +18,11 @@ from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.nn.models import Weights, abstract_model, weights_of
 from jgpt.nn.stacking import model_merger
-from jgpt.refusal import Message
+from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
+from jgpt.training.optimizer import is_trainable, path_name
 from jgpt.training.statistics import is_statistic
 from jgpt.user_code import require_call, require_code
 
@@ -41,6 +42,8 @@ TAKEN_METRICS = (
     "memory_bytes",
 )
 """The metrics of every run, whose names an objective's metrics can't have."""
+LARGE_CONSTANT = 1 << 20
+"""The bytes from which a NumPy array is too large for a constant of a program."""
 
 
 def make_objective(config: TrainConfig) -> Objective:
@@ -64,26 +67,32 @@ def split_arrays(objective: Any) -> tuple[Callable[[Any], Any], list[Any]]:
     of the variables that a function closes over. As constants of the program they would be compiled
     into it, and copied for each program.
     """
-    closed_over: tuple[Any, ...] = ()
+    closure: tuple[types.CellType, ...] = ()
     if isinstance(objective, types.FunctionType):
-        closed_over = tuple(cell.cell_contents for cell in objective.__closure__ or ())
-    leaves, structure = jax.tree.flatten((objective, closed_over))
+        closure = objective.__closure__ or ()
+    holding = [cell for cell in closure if _holds_arrays(cell)]
+    contents = [cell.cell_contents for cell in holding]
+    leaves, structure = jax.tree.flatten((objective, contents))
     held = []
     for leaf in leaves:
-        if _is_array(leaf):
+        if _is_argument(leaf):
             held.append(jnp.asarray(leaf))
 
     def with_arrays(arrays: Any) -> Any:
         remaining = iter(arrays)
         replaced = []
         for leaf in leaves:
-            if _is_array(leaf):
+            if _is_argument(leaf):
                 leaf = next(remaining)
             replaced.append(leaf)
         called, values = structure.unflatten(replaced)
         if not values:
             return called
-        cells = tuple(types.CellType(value) for value in values)
+        # By identity, since equal cells are those with equal contents.
+        new_cells = {}
+        for cell, value in zip(holding, values, strict=True):
+            new_cells[id(cell)] = types.CellType(value)
+        cells = tuple(new_cells.get(id(cell), cell) for cell in closure)
         # The same code with other closed-over variables.
         function = types.FunctionType(
             called.__code__, called.__globals__, called.__name__, called.__defaults__, cells
@@ -96,8 +105,25 @@ def split_arrays(objective: Any) -> tuple[Callable[[Any], Any], list[Any]]:
     return with_arrays, held
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray))
+def _holds_arrays(cell: types.CellType) -> bool:
+    """Return whether the variable of a cell is a pytree with arrays for arguments."""
+    try:
+        leaves = jax.tree.leaves(cell.cell_contents)
+    except (TypeError, ValueError):
+        # A deleted variable has no contents, and JAX can't sort the keys of every dict.
+        return False
+    return any(_is_argument(leaf) for leaf in leaves)
+
+
+def _is_argument(leaf: Any) -> bool:
+    """Return whether a leaf becomes an argument of the program.
+
+    A small NumPy array stays what it is: as in any traced function, it may be a mask, a size or a
+    list of names, whose values Python reads.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf.nbytes >= LARGE_CONSTANT and jnp.issubdtype(leaf.dtype, np.number)
+    return isinstance(leaf, jax.Array)
 
 
 def as_loss(result: Any, dtype: Any) -> Loss:
@@ -125,7 +151,10 @@ def as_loss(result: Any, dtype: Any) -> Loss:
                 f"the objective's metric {name!r} must be a scalar, not {describe_value(value)}"
             )
         metrics[name] = jnp.asarray(value, dtype)
-    return Loss(result.value.astype(dtype), result.weight, metrics or None)
+    weight = result.weight
+    if isinstance(weight, jax.Array) and jnp.issubdtype(weight.dtype, jnp.integer):
+        weight = weight.astype(dtype)
+    return Loss(result.value.astype(dtype), weight, metrics or None)
 
 
 def _is_scalar(result: Any) -> bool:
@@ -169,29 +198,67 @@ def trace_objective(config: TrainConfig, batch: Batch) -> ClosedJaxpr:
 
 
 def require_gradient(program: ClosedJaxpr, config: TrainConfig) -> None:
-    """Raise ValueError for the program of an objective that has no gradient for any weight."""
-    num_weights = len(jax.tree.leaves(weights_of(abstract_model(config.model))))
-    weights = program.jaxpr.invars[:num_weights]
+    """Raise ValueError for the program of an objective that has no gradient for what is trained."""
+    weights = weights_of(abstract_model(config.model))
+    trained = set()
+    # The weights are the first arguments of the program.
+    of_program = zip(
+        jax.tree_util.tree_leaves_with_path(weights), program.jaxpr.invars, strict=False
+    )
+    for (path, _), variable in of_program:
+        if is_trainable(path_name(path), config.optimizer.trainable):
+            trained.add(id(variable))
     value, *_ = program.jaxpr.outvars
-    if _leads_to(program.jaxpr, value).isdisjoint(map(id, weights)):
+    if _lead_to(program.jaxpr, {id(value)}).isdisjoint(trained):
+        weights_in_words = Message("the model's weights")
+        if config.optimizer.trainable:
+            weights_in_words = Message(
+                "the weights of ", Field("trainable", config.optimizer.trainable)
+            )
         raise ValueError(
-            "the objective has no gradient: no floating-point numbers lead from the model's "
-            "weights to its value, so nothing would be trained"
+            Message(
+                "the objective has no gradient: no floating-point numbers lead from ",
+                weights_in_words,
+                " to its value, so nothing would be trained",
+            )
         )
 
 
-def _leads_to(jaxpr: Any, value: Any) -> set[int]:
-    """Return the identities of the variables from which a gradient may reach a value."""
-    reached = {id(value)}
+def _lead_to(jaxpr: Any, values: set[int]) -> set[int]:
+    """Return the identities of the variables from which a gradient may reach one of the values."""
+    reached = set(values)
     for equation in reversed(jaxpr.eqns):
         results = {id(variable) for variable in equation.outvars}
+        if equation.effects:
+            # What changes a reference has no result: it takes the reference as an argument.
+            results.update(id(variable) for variable in equation.invars)
         if equation.primitive.name == "stop_gradient" or reached.isdisjoint(results):
             continue
-        for variable in equation.invars:
+        for variable in _differentiated(equation, reached):
             # Integers and booleans, such as those of an argmax, end a gradient.
             if jnp.issubdtype(variable.aval.dtype, jnp.inexact):
                 reached.add(id(variable))
     return reached
+
+
+def _differentiated(equation: Any, reached: set[int]) -> list[Any]:
+    """Return the arguments of an equation from which a gradient may reach one of its results."""
+    if equation.primitive.name != "jit":
+        return equation.invars
+    called = equation.params["jaxpr"].jaxpr
+    values = set()
+    # Arguments, too, since they may be references that are changed inside.
+    inner_variables = [*called.outvars, *called.invars]
+    outer_variables = [*equation.outvars, *equation.invars]
+    for inner, outer in zip(inner_variables, outer_variables, strict=True):
+        if id(outer) in reached:
+            values.add(id(inner))
+    reached_inside = _lead_to(called, values)
+    arguments = []
+    for inner, outer in zip(called.invars, equation.invars, strict=True):
+        if id(inner) in reached_inside:
+            arguments.append(outer)
+    return arguments
 
 
 def unread_arrays(program: ClosedJaxpr, batch: Batch) -> list[str]:

@@ -31,7 +31,7 @@ class Loss:
 
     value: Float[Array, ""]
     """The mean over the batch, which training minimises."""
-    weight: Float[Array, ""] | float | int = 1
+    weight: Float[Array, ""] | Int[Array, ""] | float | int = 1
     """The weight of this batch among others, such as the sum of its targets' weights."""
     metrics: Mapping[str, Any] | None = None
     """Scalars by name, which are logged at each step."""

@@ -1,6 +1,7 @@
 """Objectives: the built-in one given by hand, weights, a teacher's arrays, and refusals."""
 
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any
@@ -66,10 +67,11 @@ def test_the_built_in_objective_given_by_hand_is_the_same_program(micro_batches)
 
 
 @pytest.mark.slow
-def test_micro_batches_and_their_metrics_are_averaged_by_weight():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_micro_batches_and_their_metrics_are_averaged_by_weight(dtype):
     def make(config):
         def objective(model, batch, rngs):
-            weight = 1.0 + batch.tokens[0, 1]
+            weight = 1 + batch.tokens[0, 1].astype(dtype)
             loss = next_token_loss(model, batch, rngs).value
             return Loss(loss, weight, {"first/weight": weight})
 
@@ -183,6 +185,49 @@ def test_an_objective_computes_with_the_arrays_that_it_is_given(make):
     assert loss_with_zeros != loss
 
 
+def with_values_that_python_reads(config):
+    """An objective that closes over what its trace needs as values, as any traced function may."""
+    counts = np.array([True, False, True, False, True, False])
+    largest = np.array(3)
+    letters = np.array(["a", None], dtype=object)
+    names = {"a": 1, 2: 2.0}
+    deleted = TEACHER
+
+    def objective(model, batch, rngs):
+        assert len(letters) == len(names)
+        if model is None:
+            return deleted
+        losses = token_losses(model(batch.inputs), batch.targets)
+        return jax.lax.top_k(losses[:, counts], int(largest))[0].sum(-1).mean()
+
+    del deleted
+    return objective
+
+
+def test_an_objective_reads_the_values_of_small_arrays_and_of_what_jax_cant_flatten():
+    config = dataclasses.replace(CONFIG, objective=with_values_that_python_reads)
+    weights = init_state(config).weights
+
+    loss = first_loss(config, weights, Batch(TOKENS), KEY)
+
+    model = model_merger(CONFIG.model)(weights)
+    losses = np.asarray(token_losses(model(TOKENS[:, :-1]), TOKENS[:, 1:]))  # batch time
+    np.testing.assert_allclose(loss.value, losses[:, ::2].sum(-1).mean(), rtol=1e-5)
+    assert abs(loss.value - losses[:, 1::2].sum(-1).mean()) > 1e-3  # the control
+
+
+def test_a_large_numpy_array_is_an_argument_of_the_program():
+    table = np.zeros((1 << 18, 1), np.float32)
+    names = np.array(["a"] * (1 << 18))
+
+    def objective(model, batch, rngs):
+        return table[0, 0] + len(names)
+
+    _, arrays = split_arrays(objective)
+
+    assert [array.shape for array in arrays] == [(1 << 18, 1)]
+
+
 def of(result) -> Any:
     """An objective's maker, from a function of the cross-entropy to the result."""
 
@@ -249,6 +294,71 @@ def test_an_objective_without_a_gradient_is_refused_although_it_reads_the_weight
     config = dataclasses.replace(BIGRAM, objective=accuracy)
     with pytest.raises(ValueError, match="the objective has no gradient"):
         require_good(config)
+
+
+def accuracy_in_a_jitted_function(config):
+    @jax.jit
+    def mean_error(logits, targets):
+        return 1 - (logits.argmax(-1) == targets).mean()
+
+    return lambda model, batch, rngs: mean_error(model(batch.inputs), batch.targets)
+
+
+def loss_in_a_jitted_function(config):
+    mean_loss = jax.jit(lambda logits, targets: (targets, token_losses(logits, targets).mean()))
+    return lambda model, batch, rngs: mean_loss(model(batch.inputs), batch.targets)[1]
+
+
+def test_a_gradient_is_looked_for_inside_jitted_functions():
+    require_good(dataclasses.replace(BIGRAM, objective=loss_in_a_jitted_function))
+    config = dataclasses.replace(BIGRAM, objective=accuracy_in_a_jitted_function)
+    with pytest.raises(ValueError, match="the objective has no gradient"):
+        require_good(config)
+
+
+def penalty_of_positions(config):
+    def objective(model, batch, rngs):
+        return jnp.square(model.position_embedding.embedding[...]).sum()
+
+    return objective
+
+
+def test_an_objective_of_frozen_weights_alone_has_no_gradient():
+    def config_of(*trainable):
+        optimizer = dataclasses.replace(CONFIG.optimizer, trainable=trainable)
+        return dataclasses.replace(CONFIG, optimizer=optimizer, objective=penalty_of_positions)
+
+    def check(config):
+        require_gradient(trace_objective(config, Batch(TOKENS)), config)
+
+    check(config_of())
+    check(config_of("position*"))
+    with pytest.raises(ValueError, match=r"lead from the weights of trainable=\('blocks.*',\) to"):
+        check(config_of("blocks.*"))
+
+
+def summed_in_a_reference(config, jitted):
+    def objective(model, batch, rngs):
+        total = jax.new_ref(jnp.zeros(()))
+
+        def add(carry, column):
+            total[...] += column.mean()
+            return carry, None
+
+        losses = token_losses(model(batch.inputs), batch.targets)  # batch time
+        if jitted:
+            jax.jit(lambda columns: jax.lax.scan(add, 0, columns))(losses.T)
+        else:
+            total[...] += losses.mean()
+        return total[...]
+
+    return objective
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_gradient_passes_through_a_reference(jitted):
+    objective = functools.partial(summed_in_a_reference, jitted=jitted)
+    require_good(dataclasses.replace(BIGRAM, objective=objective))
 
 
 def test_a_good_objective_passes():
