@@ -313,6 +313,7 @@ class ModelPages:
             "prompt": text.prompt,
             "models": models,
             "precision": weights.precision,
+            "heads": anatomy.heads,
             "paths": {
                 "heads": anatomy.head_outputs,
                 "branches": anatomy.branches,

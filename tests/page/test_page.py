@@ -474,6 +474,76 @@ def test_a_link_that_someone_made_up_chooses_what_there_is(default_page, tmp_pat
     assert errors == []
 
 
+def test_a_link_of_another_model_changes_what_there_is(default_page, tmp_path):
+    nothing = {"heads": {}, "blocks": {}, "patch": None, "gradient": False}
+    patch = {"block": 1, "position": 2, "prompt": "tests!"}
+    links = [
+        ({"heads": None, "blocks": "0", "patch": 5, "gradient": "x"}, nothing),
+        ({"heads": {"0.1": 0, "0.9": 0, "7.0": 0, "x": 0}}, nothing | {"heads": {"0.1": 0}}),
+        ({"heads": {"0.1": None, "1.0": 3}, "blocks": {"0": "x"}}, nothing),
+        ({"blocks": {"1": 0.5, "77": 0, "length": 0}}, nothing | {"blocks": {"1": 0.5}}),
+        ({"patch": patch}, nothing | {"patch": patch}),
+        ({"patch": patch | {"block": 99}}, nothing),
+        ({"patch": patch | {"position": "2"}}, nothing),
+        ({"patch": patch | {"prompt": 7}}, nothing),
+        ({"gradient": 2}, nothing | {"gradient": 2}),
+        ({"gradient": 1.5}, nothing),
+        ({"prompt": 5}, nothing),
+    ]
+    found = []
+    with opened(tmp_path / "page.html", default_page) as page:
+        for link, _ in links:
+            page.run(f"location.hash = encodeURIComponent({json.dumps(json.dumps(link))})")
+            page.run("new Promise(done => setTimeout(done, 50))")
+            page.run("asking")
+            found.append(json.loads(page.run("JSON.stringify(state)")))
+        text = page.run("data.text")
+        said_at_the_end = said(page, "said")
+        errors = page.errors
+
+    same = {"prompt": FIRST, "shown": 0}
+    assert found == [same | wanted for _, wanted in links]
+    assert (text, said_at_the_end) == (FIRST, "")
+    assert errors == []
+
+
+NOTHING_STARTED = """
+new Promise((done) => {
+  const look = () => $("said").classList.contains("wrong") ? done(0) : setTimeout(look, 20);
+  look();
+})
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(
+    ("right", "wrong", "reason"),
+    [
+        (
+            "'none'; worker-src blob:",
+            "'none'; worker-src 'none'",
+            "Content-Security-Policy must have",
+        ),
+        ('"data":"H4sI', '"data":"AAAA', "is damaged"),
+    ],
+    ids=["policy", "damage"],
+)
+def test_a_page_that_can_not_compute_says_why(right, wrong, reason, default_page, tmp_path):
+    assert default_page.count(right) == 1
+    path = tmp_path / "page.html"
+    path.write_text(default_page.replace(right, wrong))
+    page = shared_browser()
+    page.open(path)
+    page.run(NOTHING_STARTED)
+
+    sentence = said(page, "said")
+    can_type = page.run("!$('prompt').disabled")
+
+    assert sentence.startswith("This page can't compute: ")
+    assert reason in sentence
+    assert not can_type
+
+
 def test_the_address_follows_after_a_moment(default_page, tmp_path):
     with opened(tmp_path / "page.html", default_page) as page:
         page.run("new Promise(done => setTimeout(done, 500))")

@@ -181,10 +181,11 @@ function startComputing(found) {
   state = restored(link);
   startComparing(found.models);
   if (found.training) startTraining(found.training);
-  startWorker(found).then(() => {
+  startWorker(found).then(async () => {
+    await showFirst();
     choose(placeIn(link));
     restorePlace();
-  });
+  }, giveUp);
 }
 /** Show what another link to this page holds. */
 async function openLink() {
@@ -204,12 +205,36 @@ function placeIn({ chosen: place }) {
   const isPlace = ([name, value]) => Object.hasOwn(chosen, name) && Number.isInteger(value);
   return Object.fromEntries(Object.entries(place ?? {}).filter(isPlace));
 }
+/** What a link changes in this model, whatever else was written into it: it may be another model's. */
+function changesIn({ heads, blocks, patch, gradient }) {
+  const { paths } = first;
+  const isIndex = (x, count) => Number.isInteger(x) && x >= 0 && x < count;
+  const isHead = name => {
+    const [layer, head] = name.split(".").map(Number);
+    return name === `${layer}.${head}` && isIndex(head, first.heads) && paths.heads[layer];
+  };
+  const isBlock = name => isIndex(Number(name), paths.blocks.length) && paths.branches[name]?.length;
+  const isFactor = factor => typeof factor === "number" && factor >= 0 && factor <= 2;
+  const factorsOf = (given, isPart) => Object.fromEntries(
+    Object.entries(given ?? {}).filter(([name, factor]) => isPart(name) && isFactor(factor)));
+  const isPatch = isIndex(patch?.block, paths.blocks.length) && isIndex(patch.position, Infinity)
+    && typeof patch.prompt === "string";
+  return {
+    heads: factorsOf(heads, isHead),
+    blocks: factorsOf(blocks, isBlock),
+    patch: isPatch ? patch : null,
+    gradient: gradient === true || (Number.isInteger(gradient) && gradient),
+  };
+}
 /** A state that lacks nothing, in the controls too. */
-function restored({ chosen: _, given, ...changed }) {
-  const none = { heads: {}, blocks: {}, patch: null, gradient: false, shown: 0 };
-  const found = { prompt: first.text, ...none, ...changed };
+function restored(link) {
+  const { prompt, given, shown } = link;
+  const found = {
+    prompt: typeof prompt === "string" ? prompt : first.text,
+    ...changesIn(link),
+    shown: first.models.length > 1 && SHOWN.includes(shown) ? shown : 0,
+  };
   if (Number.isInteger(given)) givenTokens.set(found.prompt, given);
-  if (first.models.length === 1 || !SHOWN.includes(found.shown)) found.shown = 0;
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";
   $("gradient").checked = found.gradient;

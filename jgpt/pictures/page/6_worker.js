@@ -34,7 +34,7 @@ function startGradient() {
   };
 }
 
-/** Start the worker with the model of the page, and show the text that the page begins with. */
+/** Start the worker with the model of the page. */
 async function startWorker({ worker: source, description, weights, vocabulary }) {
   say("unpacking the model");
   startGradient();
@@ -43,7 +43,23 @@ async function startWorker({ worker: source, description, weights, vocabulary })
   tokenizer = makeTokenizer(vocabulary);
   worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
   worker.onmessage = hearWorker;
+  worker.onerror = ({ message }) => {
+    for (const { fail } of asked.values()) fail(new Error(message ?? FORBIDDEN));
+    asked.clear();
+  };
   await askWorker({ load: { description, weights } });
+}
+/** Why a worker doesn't start, of which the browser says nothing. */
+const FORBIDDEN = "the browser doesn't let the page's worker start. On a web server, the header "
+  + "Content-Security-Policy must have “worker-src blob:”. A copy on your disk needs no header";
+/** Say why nothing can be computed, and take no text. */
+function giveUp({ message }) {
+  for (const id of ["prompt", "sample", "write", "reset"]) $(id).disabled = true;
+  say(`This page can't compute: ${message}.`, true);
+}
+
+/** Show the text that the page begins with, or that a link has. */
+async function showFirst() {
   const began = performance.now();
   await change({});
   sayHowClose((performance.now() - began) / 1000);

@@ -10,7 +10,11 @@ async function unpackBytes(text) {
   const compressed = new Uint8Array(letters.length);
   for (let i = 0; i < letters.length; i++) compressed[i] = letters.charCodeAt(i);
   const stream = new Blob([compressed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).arrayBuffer();
+  try {
+    return await new Response(stream).arrayBuffer();
+  } catch {  // whose own words are "Failed to fetch"
+    throw new Error("the file is damaged, or too large for the browser's memory");
+  }
 }
 
 async function unpackJson(text) {
