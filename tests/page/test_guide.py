@@ -157,6 +157,26 @@ def test_the_answer_about_a_line_stays_where_the_numbers_were_there_before(tmp_p
     assert errors == []
 
 
+@needs_chromium
+def test_an_answer_among_the_arrays_outlives_them(tmp_path):
+    with opened(tmp_path / "page.html", page_of(look_of("default preset"), TEXT)) as page:
+        asked(page, "Which line of code")
+        was_among_them = page.run("$('arrays').contains($('answer'))")
+        paths = page.run("data.arrays.map(({ path }) => path)")
+        page.run("change({ prompt: 'c' })")
+        is_hidden = page.run("$('answer').hidden")
+        paths_of_one_token = page.run("data.arrays.map(({ path }) => path)")
+        page.run("change({ prompt: 'cabs' })")
+        again = asked(page, "Which earlier letters")
+        errors = page.errors
+
+    assert was_among_them
+    assert paths != paths_of_one_token  # so that the rows are laid out anew
+    assert is_hidden
+    assert again.startswith("After ")
+    assert errors == []
+
+
 def test_each_array_has_the_line_that_makes_it():
     look = look_of("gpt2")
 

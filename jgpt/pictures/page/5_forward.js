@@ -58,6 +58,11 @@ function layOutParts() {
     }
     return layOutPart(path, name, groups.get(id));
   });
+  // An answer may stand among the rows that go.
+  if ($("arrays").contains($("answer"))) {
+    $("answer").hidden = true;
+    $("arrays").before($("answer"));
+  }
   $("arrays").replaceChildren(...groups.values());
 }
 /** An array in a group: a line with its picture, which opens to its numbers. */
