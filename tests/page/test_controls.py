@@ -154,6 +154,17 @@ def test_controls_work_by_keyboard_and_have_names(opened):
     assert "lens" in order
 
 
+@pytest.mark.parametrize("width", [240, 390])
+def test_controls_fit_a_narrow_window(chromium, path, width):
+    open_page(chromium, path, width)
+
+    beyond = chromium.run(f"""[...document.querySelectorAll("#dials *, #patching *")]
+        .filter(each => each.getBoundingClientRect().right > {width})
+        .map(({{ tagName, id }}) => tagName + id)""")
+
+    assert beyond == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, width, scheme):
