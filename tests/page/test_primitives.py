@@ -1,7 +1,9 @@
 """Every primitive of the page's interpreter computes what JAX computes, edge cases included."""
 
 import base64
+import json
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,7 @@ import wasmtime
 from jax import lax
 
 from jgpt.pictures.program import PRIMITIVES, make_program
-from tests.javascript import INTERPRETER, Call, needs_javascript, run_programs, run_updates
+from tests.javascript import INTERPRETER, NODE, Call, needs_javascript, run_programs, run_updates
 
 RANDOM = np.random.default_rng(0)
 EDGES = np.array(
@@ -830,6 +832,41 @@ def test_weights_serve_products_of_different_kinds():
 
     for found, wanted in zip(results.values(), function(*arguments), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+PANELS = """
+const shape = [3, 2, 5];
+const type = (...sizes) => ["float32", sizes];
+const parameters = {left: [2], right: [1], left_batch: [0], right_batch: [0]};
+const program = {
+  types: [type(3, 4, 2), type(...shape), type(3, 4, 5)],
+  constants: [],
+  inputs: {x: 0, w: 1},
+  operations: [["dot_general", [0, 1], [2], parameters]],
+  outputs: {product: 2},
+};
+const w = interpreter.array("float32", shape, new Float32Array(30).fill(2));
+const machine = interpreter.load(program, {w});
+const x = new Float32Array(24);
+const found = [];
+for (const part of [[0, 1, 2], [0, 1], [1, 2], [0], [1], [2]]) {
+  for (const batch of part) x.fill(found.length + 1, 8 * batch, 8 * batch + 8);
+  machine.update({x: interpreter.array("float32", [3, 4, 2], x.slice())});
+  found.push(w.store.packs.size);
+}
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="Node is not installed")
+@pytest.mark.parametrize("lacking", ["", WITHOUT_WEBASSEMBLY])
+def test_parts_of_a_batch_of_weights_have_no_panels_of_their_own(lacking, tmp_path):
+    path = tmp_path / "panels.js"
+    path.write_text(lacking + INTERPRETER.read_text() + PANELS)
+
+    done = subprocess.run([str(NODE), path], capture_output=True, text=True, check=True)
+
+    assert json.loads(done.stdout) == [3] * 6
 
 
 @needs_javascript

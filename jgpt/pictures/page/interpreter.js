@@ -747,6 +747,14 @@ function packedOnce(x, packing) {
   return x.store.packs.get(key);
 }
 
+// For each batch of weights its panels, since any part of the batches may be computed alone.
+function packedBatches(x, packing) {
+  const [batches, ...shape] = x.shape;
+  const [step, ...strides] = x.strides;
+  return Array.from({length: batches}, (_, batch) =>
+    packedOnce(view(x, [1, ...shape], [0, ...strides], x.offset + batch * step), packing));
+}
+
 function packInProduct(x) {
   const [batches, rows, columns] = x.shape;
   const size = rows * roundUp(columns);
@@ -762,7 +770,7 @@ function multiplyInProduct(out, A, B) {
   const N = B.shape[2];
   const rows = roundUp(M);
   const columns = roundUp(N);
-  const weights = isWeight(B) ? packedOnce(B, packInProduct) : null;
+  const weights = isWeight(B) ? packedBatches(B, packInProduct) : null;
   const ofLeft = 2 * rows * K;  // numbers of 64 bits
   const ofRight = weights === null ? K * columns : 0;
   const left = workspaceFor(ofLeft + ofRight + rows * columns);
@@ -776,7 +784,7 @@ function multiplyInProduct(out, A, B) {
     leftNumbers.set(A.data.subarray(start, start + M * K));
     let panels = right;
     if (weights === null) pack(numbers, right, B, batch);
-    else panels = weights + batch * K * columns;
+    else panels = weights[batch];
     product.multiply(4 * result, 4 * left, 4 * panels, rows, K, columns);
     copyInto(
       {data: out.data, offset: batch * M * N, strides: [N, 1]},
@@ -913,11 +921,13 @@ function asFloats(x) {
 function multiplyInLoops(out, A, B, multiply) {
   const [batches, M, K] = A.shape;
   const N = B.shape[2];
-  const panels = isWeight(B) ? packedOnce(B, packInLoops) : packInLoops(B);
+  const weights = isWeight(B) ? packedBatches(B, packInLoops) : null;
+  const panels = weights === null ? packInLoops(B) : null;
   const size = K * roundUp(N);
   for (let batch = 0; batch < batches; batch++) {
-    multiply(out.data, batch * M * N, A.data, A.offset + batch * M * K,
-      panels.data, batch * size, M, K, N);
+    const data = weights === null ? panels.data : weights[batch].data;
+    const start = weights === null ? batch * size : 0;
+    multiply(out.data, batch * M * N, A.data, A.offset + batch * M * K, data, start, M, K, N);
   }
 }
 
