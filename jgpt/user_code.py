@@ -215,6 +215,7 @@ def with_code(
             # The fields of the custom class, which the saved config could not have.
             fields |= dict(config.model.make.fields)
         make_config = config_class(make, config)
+        _require_defaults(make_config, fields)
         config = dataclasses.replace(config, model=make_config(**fields, make=make))
     if optimizer is not None and not isinstance(optimizer, Code):
         make = _loaded_code(optimizer)
@@ -227,6 +228,7 @@ def with_code(
         if isinstance(config.optimizer.make, Code):
             fields |= dict(config.optimizer.make.fields)
         make_config = _annotated_class(make, config.optimizer, OptimizerConfig)
+        _require_defaults(make_config, fields)
         custom_optimizer = make_config(**fields, make=make)
         config = dataclasses.replace(config, optimizer=custom_optimizer)
     if objective is not None and not isinstance(objective, Code):
@@ -291,6 +293,18 @@ def _annotated_class(make: Callable[..., Any], current: Any, base: type) -> type
                 return type(current)
             return kind
     return type(current)
+
+
+def _require_defaults(kind: type, given: dict[str, Any]) -> None:
+    """Raise ValueError for a config class with a field that has neither a value nor a default."""
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(kind):
+        has_default = field.default is not missing or field.default_factory is not missing
+        if field.init and not has_default and field.name not in given:
+            raise ValueError(
+                f"the field {field.name} of {kind.__name__} has no default: give it one in the "
+                "file, which an option or a config then replaces"
+            )
 
 
 def takes_model(make: Callable[..., Any]) -> bool:

@@ -324,7 +324,11 @@ class CustomTokenizer:
     def encode(self, text: str) -> Tokens:
         """Return what the tokenizer makes of a text. Raises ValueError if that is not a row of
         tokens."""
-        tokens = np.asarray(self._call("encode", text))
+        encoded = self._call("encode", text)
+        try:
+            tokens = np.asarray(encoded)
+        except ValueError:  # rows of different lengths
+            tokens = np.asarray(encoded, object)
         if tokens.size == 0:  # an empty list has no dtype
             tokens = np.zeros(0, np.int32)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

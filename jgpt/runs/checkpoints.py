@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -82,6 +83,32 @@ class DamagedCheckpoint(ValueError):
             f"{self.damage}; checkpoint {self.intact} is intact: delete {self.folder} to use the "
             "others"
         )
+
+
+def _is_alone(tree: Any) -> bool:
+    """Return whether a tree is one array or empty, which Orbax does not save."""
+    return jax.tree_util.all_leaves([tree]) or not tree
+
+
+def _as_saved(tree: Any) -> Any:
+    """Return a tree as Orbax saves it. An optimizer's state may be a mere count, or nothing."""
+    if _is_alone(tree):
+        return {"state": tree}
+    return tree
+
+
+def _as_given(saved: Any, tree: Any) -> Any:
+    """Return the inverse of `_as_saved`, for a tree of the structure of `tree`."""
+    if _is_alone(tree):
+        return saved["state"]
+    return saved
+
+
+def _saved_size(leaf: Any) -> int:
+    """Return the number of entries of an array as Orbax saves it: a random key has two."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.eval_shape(jax.random.key_data, leaf).size
+    return leaf.size
 
 
 class Checkpoints:
@@ -183,7 +210,7 @@ class Checkpoints:
         # Two parts, so that sampling reads only the weights, a third of AdamW's state.
         parts = ocp.args.Composite(
             weights=ocp.args.StandardSave(state.weights),
-            optimizer=ocp.args.StandardSave(state.optimizer),
+            optimizer=ocp.args.StandardSave(_as_saved(state.optimizer)),
         )
         try:
             self._orbax.save(directory, args=parts)
@@ -369,16 +396,16 @@ class Checkpoints:
         directory = self._folder(step)
         largest = {}
         for part, arrays in wanted.items():
-            sizes = [leaf.size for leaf in jax.tree.leaves(arrays)]
+            sizes = map(_saved_size, jax.tree.leaves(arrays))
             largest[part] = max(sizes, default=0)
         _require_plausible(directory, largest)  # before TensorStore reads anything
         ocp = self._open_orbax()
         parts = {}
         for part, arrays in wanted.items():
-            parts[part] = ocp.args.StandardRestore(arrays)
+            parts[part] = ocp.args.StandardRestore(_as_saved(arrays))
         try:
             restored = self._orbax.restore(directory, args=ocp.args.Composite(**parts))
-            return {part: restored[part] for part in wanted}
+            return {part: _as_given(restored[part], wanted[part]) for part in wanted}
         except Exception as error:  # Orbax raises many kinds
             raise ValueError(
                 f"checkpoint {directory} can't be read: it is damaged, or of a model other than "

@@ -1,8 +1,9 @@
 """Optimizers: AdamW, Muon, schedules, weight decay, clipping and averaged weights."""
 
+import contextlib
 import fnmatch
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
@@ -19,8 +20,9 @@ from jgpt.parallel.rules import Dimensions, replicate
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.training.schedule import learning_rate_schedule
-from jgpt.user_code import require_code, takes_model
+from jgpt.user_code import describe_error, require_code, takes_model
 
+NO_STEP = "the optimizer can't take a step: "
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
 """Weights, gradients or updates: trees with the weights' structure and the shape of each leaf."""
@@ -154,21 +156,62 @@ def _custom(
         optimizer = make(config, steps, model=model)
     else:
         optimizer = make(config, steps)
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
     # One without them ignores the extra arguments.
     optimizer = optax.with_extra_args_support(optimizer)
-    if config.gradient_clip == 0:
-        return optimizer
-    clip = clip_by_global_norm(config.gradient_clip)
+    clip = None
+    if config.gradient_clip > 0:
+        clip = clip_by_global_norm(config.gradient_clip)
+
+    def init(params: Any) -> Any:
+        with _failing_in_one_line():
+            return optimizer.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        # optax.chain would make the state a pair, but earlier runs saved the optimizer's own state.
-        clipped, _ = clip.update(updates, clip.init(params), params)
-        return optimizer.update(clipped, state, params, **extra)
+        if clip is not None:
+            # optax.chain would make the state a pair, but earlier runs saved the optimizer's own.
+            updates, _ = clip.update(updates, clip.init(params), params)
+        with _failing_in_one_line():
+            changes, next_state = optimizer.update(updates, state, params, **extra)
+            if not _is_alike(changes, updates):
+                raise ValueError(
+                    NO_STEP + "its updates are not like the gradients, in their structure or shapes"
+                )
+            if not _is_alike(next_state, state):
+                raise ValueError(NO_STEP + "the structure or the shapes of its state change")
+        return changes, next_state
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@contextlib.contextmanager
+def _failing_in_one_line() -> Iterator[None]:
+    """Raise ValueError for an error of an optimizer, unless it names a line of the user's file.
+
+    Training traces a step before anything is written.
+    """
+    try:
+        yield
+    except ValueError:
+        raise  # which is said in one line
+    except Exception as error:
+        if describe_error(error) is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{NO_STEP}{type(error).__name__}: {reason}") from error
+
+
+def _is_alike(tree: Any, other: Any) -> bool:
+    """Return whether two trees have one structure and the same shapes."""
+    leaves, structure = jax.tree.flatten(tree)
+    other_leaves, other_structure = jax.tree.flatten(other)
+    if structure != other_structure:
+        return False
+    return list(map(jnp.shape, leaves)) == list(map(jnp.shape, other_leaves))
 
 
 def _trained_alone(

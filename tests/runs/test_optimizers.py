@@ -110,6 +110,75 @@ def test_an_optimizer_trains_and_is_resumed_bitwise(name, run_of, config, tmp_pa
     assert run.validation_loss == resumed.validation_loss
 
 
+def scaled(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.scale(-config.learning_rate)  # whose state is empty
+
+
+def counted(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        rate = config.learning_rate / (1 + state)
+        return jax.tree.map(lambda leaf: -rate * leaf, updates), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+def noisy(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        now, later = jax.random.split(state)
+        rate = config.learning_rate * jax.random.uniform(now)
+        return jax.tree.map(lambda leaf: -rate * leaf, updates), later
+
+    return optax.GradientTransformation(lambda params: jax.random.key(3), update)
+
+
+def every_other(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.MultiSteps(optax.adam(config.learning_rate), every_k_schedule=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [scaled, counted, noisy, every_other])
+def test_a_state_of_one_array_or_none_is_saved_and_resumed_bitwise(make, config, tmp_path):
+    run = jgpt.fit(config, optimizer=make, progress=None)
+
+    resumed = stopped_and_resumed(config, make, tmp_path)
+
+    losses = run.metrics["loss"]
+    assert losses[-1] != losses[0]
+    np.testing.assert_array_equal(losses, resumed.metrics["loss"])
+    assert run.validation_loss == resumed.validation_loss
+
+
+def lookahead(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+
+
+def transposing(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda leaf: leaf[None], updates))
+
+
+def growing(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, (state, state)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(3), update)
+
+
+NO_STEP = {
+    lookahead: "the optimizer can't take a step: AttributeError: 'dict' object has no attribute",
+    transposing: "the optimizer can't take a step: its updates are not like the gradients",
+    growing: "the optimizer can't take a step: the structure or the shapes of its state change",
+}
+
+
+@pytest.mark.parametrize("make", NO_STEP)
+def test_an_optimizer_that_can_t_take_a_step_is_refused_in_one_line(make, config):
+    with pytest.raises(ValueError, match=r".") as caught:
+        jgpt.fit(config, optimizer=make, progress=None)
+    assert NO_STEP[make] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path(config.out).exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKES)
 def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
@@ -265,3 +334,16 @@ def test_a_field_of_the_optimizer_is_an_option(tmp_path, poem):
     assert done.code == 0, done.stderr
     recorded = jgpt.load(tmp_path / "r").config.optimizer.make
     assert dict(recorded.fields) == {"base_width": 6}  # type: ignore[union-attr]
+
+
+def test_a_field_without_a_default_is_refused_in_one_line(tmp_path, poem):
+    without = FILE.replace("base_width: int = 4", "base_width: int")
+    assert without != FILE
+    (tmp_path / "my.py").write_text(without.replace("frozen=True", "frozen=True, kw_only=True"))
+    own = ("--optimizer", "my.py:mup", "--base-width", "6")
+    done = command("train", "tiny", "--data", poem, "--out", "r", *own, cwd=tmp_path)
+
+    assert done.code == 2
+    assert done.stderr.startswith("jgpt: the field base_width of WidthConfig has no default")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "r").exists()
