@@ -27,8 +27,8 @@ from jgpt.shapes.contract import typed
 
 FOLDER = Path(__file__).with_name("page")
 MOST_PARAMETERS = 150_000_000
-"""The limit of a model in a page: some 185 MB as text. A page of 124 million parameters took 13 s
-to open in Chromium on two cores, and 3 GB of memory; 3 tokens a second were written on it."""
+"""The limit of a model in a page: some 185 MB as text. A page of 124 million parameters took 9 s to
+open in Chromium on two cores, and 3.6 GB of memory; 4 tokens a second were written on it."""
 NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
 NAMES = ("model", "other")
