@@ -85,7 +85,7 @@ def pytest_collection_finish() -> None:
 
 
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
-hypothesis.settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
+hypothesis.settings.register_profile("all", deadline=None, max_examples=200, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 

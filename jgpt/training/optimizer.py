@@ -177,12 +177,14 @@ def _custom(
             updates, _ = clip.update(updates, clip.init(params), params)
         with _failing_in_one_line():
             changes, next_state = optimizer.update(updates, state, params, **extra)
-            if not _is_alike(changes, updates):
-                raise ValueError(
-                    NO_STEP + "its updates are not like the gradients, in their structure or shapes"
-                )
-            if not _is_alike(next_state, state):
-                raise ValueError(NO_STEP + "the structure or the shapes of its state change")
+            is_like_gradients = _is_alike(changes, updates)
+            keeps_state = _is_alike(next_state, state)
+        if not is_like_gradients:
+            raise ValueError(
+                NO_STEP + "its updates are not like the gradients, in their structure or shapes"
+            )
+        if not keeps_state:
+            raise ValueError(NO_STEP + "the structure or the shapes of its state change")
         return changes, next_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -196,8 +198,6 @@ def _failing_in_one_line() -> Iterator[None]:
     """
     try:
         yield
-    except ValueError:
-        raise  # which is said in one line
     except Exception as error:
         if describe_error(error) is not None:
             raise

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,11 @@ from jgpt.pictures.opening import _beginning, opening_text
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind\n" * 40
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def trained(preset: str, folder: Path) -> tuple[Path, Path]:
     """A run of a text, and the text's file."""
-    folder = tmp_path_factory.mktemp("opening")
     file = folder / "text.txt"
     file.write_text(TEXT)
-    config = jgpt.preset("tiny")
+    config = jgpt.preset(preset)
     config = dataclasses.replace(
         config,
         out=str(folder / "run"),
@@ -30,6 +29,11 @@ def run(tmp_path_factory):
     )
     jgpt.fit(config)
     return folder / "run", file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained("tiny", tmp_path_factory.mktemp("opening"))
 
 
 @pytest.mark.slow
@@ -126,20 +130,11 @@ def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_bigram_model_begins_with_one_token_of_the_validation_split(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT)
-    config = jgpt.preset("bigram")
-    config = dataclasses.replace(
-        config,
-        out=str(tmp_path / "run"),
-        steps=1,
-        sample_tokens=0,
-        dataset=dataclasses.replace(config.dataset, data=(str(file),)),
-    )
-    jgpt.fit(config)
-    assert config.model.block_size > 1  # the text that it is trained on in one piece
+    directory, _ = trained("bigram", tmp_path)
+    # the text that it is trained on in one piece
+    assert jgpt.preset("bigram").model.block_size > 1
 
-    look(str(tmp_path / "run"), out=str(tmp_path / "page.html"))
+    look(str(directory), out=str(tmp_path / "page.html"))
 
     page = (tmp_path / "page.html").read_text()
     assert re.findall(r'"text":("[^"]*"),"prompt":(\d+)', page) in ([('"T"', "1")], [('"W"', "1")])

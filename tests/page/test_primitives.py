@@ -757,7 +757,7 @@ def test_a_primitive_computes_what_jax_computes(primitive, calls, computed, expe
 
 MISTAKES = {
     "argmax": ("if (x > a[i - (k - best) * s])", "if (x >= a[i - (k - best) * s])"),
-    "dot_general": ("pack(numbers, right, B, batch)", "pack(numbers, right, B, 0)"),
+    "dot_general": ("pack(numbers, right, matrix)", "pack(numbers, right, matrices[0])"),
     "gather": ('mode === "clip" ? start', "true ? start"),
     "mul": ("always(binary(Math.imul));", "always(binary((a, b) => a * b));"),
     "rem": ("b === 0 ? a : a % b", "a % b"),

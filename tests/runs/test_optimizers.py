@@ -163,7 +163,13 @@ def growing(config: jgpt.OptimizerConfig, steps: int) -> Any:
     return optax.GradientTransformation(lambda params: jnp.zeros(3), update)
 
 
+def misplaced(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    adam = optax.adam(config.learning_rate)
+    return optax.GradientTransformation(lambda params: adam.init({"a": jnp.zeros(3)}), adam.update)
+
+
 NO_STEP = {
+    misplaced: "the optimizer can't take a step: ValueError: pytree structure error",
     lookahead: "the optimizer can't take a step: AttributeError: 'dict' object has no attribute",
     transposing: "the optimizer can't take a step: its updates are not like the gradients",
     growing: "the optimizer can't take a step: the structure or the shapes of its state change",

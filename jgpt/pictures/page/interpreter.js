@@ -723,14 +723,14 @@ function workspaceFor(count) {
   return workspace.at;
 }
 
-// Writes a right factor, or that of one batch, from p on in panels of four columns, row after row, so
-// that a tile reads it in order. The columns that the last panel lacks are 0.
-function pack(target, p, x, batch) {
-  const [, rows, columns] = x.shape;
-  const [batchStep, rowStep, step] = x.strides;
+// Writes a right factor from p on in panels of four columns, row after row, so that a tile reads it in
+// order. The columns that the last panel lacks are 0.
+function pack(target, p, x) {
+  const [rows, columns] = x.shape;
+  const [rowStep, step] = x.strides;
   for (let first = 0; first < columns; first += TILE) {
     const width = Math.min(TILE, columns - first);
-    let i = x.offset + batch * batchStep + first * step;
+    let i = x.offset + first * step;
     for (let row = 0; row < rows; row++, i += rowStep, p += TILE) {
       for (let k = 0; k < TILE; k++) target[p + k] = k < width ? x.data[i + k * step] : 0;
     }
@@ -747,20 +747,18 @@ function packedOnce(x, packing) {
   return x.store.packs.get(key);
 }
 
-// For each batch of weights its panels, since any part of the batches may be computed alone.
-function packedBatches(x, packing) {
-  const [batches, ...shape] = x.shape;
+// One matrix of a right factor. Weights are packed one by one, since any of them may be needed alone,
+// such as those of some experts.
+function matrixOf(x, batch) {
+  const [, ...shape] = x.shape;
   const [step, ...strides] = x.strides;
-  return Array.from({length: batches}, (_, batch) =>
-    packedOnce(view(x, [1, ...shape], [0, ...strides], x.offset + batch * step), packing));
+  return view(x, shape, strides, x.offset + batch * step);
 }
 
 function packInProduct(x) {
-  const [batches, rows, columns] = x.shape;
-  const size = rows * roundUp(columns);
-  const at = reserve(batches * size);
-  const numbers = new Float32Array(product.memory.buffer);
-  for (let batch = 0; batch < batches; batch++) pack(numbers, at + batch * size, x, batch);
+  const [rows, columns] = x.shape;
+  const at = reserve(rows * roundUp(columns));
+  pack(new Float32Array(product.memory.buffer), at, x);
   return at;
 }
 
@@ -770,26 +768,27 @@ function multiplyInProduct(out, A, B) {
   const N = B.shape[2];
   const rows = roundUp(M);
   const columns = roundUp(N);
-  const weights = isWeight(B) ? packedBatches(B, packInProduct) : null;
+  const matrices = Array.from({length: batches}, (_, batch) => matrixOf(B, batch));
+  const weights = isWeight(B) ? matrices.map((matrix) => packedOnce(matrix, packInProduct)) : null;
   const ofLeft = 2 * rows * K;  // numbers of 64 bits
-  const ofRight = weights === null ? K * columns : 0;
+  const ofRight = weights ? 0 : K * columns;
   const left = workspaceFor(ofLeft + ofRight + rows * columns);
   const right = left + ofLeft;
   const result = right + ofRight;
+  // Made here, when the memory grows no more. The rows that the last tile lacks are whatever was there:
+  // their results are not read.
   const numbers = new Float32Array(product.memory.buffer);
   const leftNumbers = new Float64Array(product.memory.buffer, 4 * left, rows * K);
-  leftNumbers.fill(0, M * K);  // the rows that the last tile lacks
-  for (let batch = 0; batch < batches; batch++) {
+  matrices.forEach((matrix, batch) => {
     const start = A.offset + batch * M * K;
     leftNumbers.set(A.data.subarray(start, start + M * K));
-    let panels = right;
-    if (weights === null) pack(numbers, right, B, batch);
-    else panels = weights[batch];
+    if (!weights) pack(numbers, right, matrix);
+    const panels = weights ? weights[batch] : right;
     product.multiply(4 * result, 4 * left, 4 * panels, rows, K, columns);
     copyInto(
       {data: out.data, offset: batch * M * N, strides: [N, 1]},
       {data: numbers, offset: result, strides: [columns, 1], shape: [M, N]});
-  }
+  });
 }
 
 // The same in loops: o = a b, with a dense (M, K) and b in panels. A tile of 4 x 4 results is twice as
@@ -898,7 +897,7 @@ function dotGeneral(operands, parameters, [type]) {
   return out;
 }
 
-// In loops also if WebAssembly's memory can't grow, as on a phone.
+// In loops also if WebAssembly's memory can't grow.
 function multiplyFloats(out, A, B) {
   if (!product) {
     multiplyInLoops(out, A, B, multiplyTiles);
@@ -921,21 +920,17 @@ function asFloats(x) {
 function multiplyInLoops(out, A, B, multiply) {
   const [batches, M, K] = A.shape;
   const N = B.shape[2];
-  const weights = isWeight(B) ? packedBatches(B, packInLoops) : null;
-  const panels = weights === null ? packInLoops(B) : null;
-  const size = K * roundUp(N);
   for (let batch = 0; batch < batches; batch++) {
-    const data = weights === null ? panels.data : weights[batch].data;
-    const start = weights === null ? batch * size : 0;
-    multiply(out.data, batch * M * N, A.data, A.offset + batch * M * K, data, start, M, K, N);
+    const matrix = matrixOf(B, batch);
+    const {data} = isWeight(B) ? packedOnce(matrix, packInLoops) : packInLoops(matrix);
+    multiply(out.data, batch * M * N, A.data, A.offset + batch * M * K, data, 0, M, K, N);
   }
 }
 
 function packInLoops(x) {
-  const [batches, rows, columns] = x.shape;
-  const size = rows * roundUp(columns);
-  const panels = make(x.dtype, [batches * size]);
-  for (let batch = 0; batch < batches; batch++) pack(panels.data, batch * size, x, batch);
+  const [rows, columns] = x.shape;
+  const panels = make(x.dtype, [rows * roundUp(columns)]);
+  pack(panels.data, 0, x);
   if (isWeight(x)) panels.store.uses = Infinity;
   return panels;
 }
