@@ -8,19 +8,23 @@ writes down the costs of a few programs, with which `make test-ahead` compares t
 change that costs something has to change the record, too.
 """
 
+import contextlib
 import dataclasses
 import math
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import runner
 import tyro
+from collectives import sum_by_kind
 
 from jgpt import TrainConfig, preset
 from jgpt.cli.report import describe_ahead
-from jgpt.training.ahead import compile_ahead
+from jgpt.training import ahead
 from jgpt.training.state import abstract_state, dropout_stream
 from jgpt.training.step import make_train_steps
 
@@ -55,7 +59,8 @@ def main(budget: bool = False) -> None:
             began = time.perf_counter()
             busy = time.process_time()
             try:
-                step = compile_ahead(configured(name, batch_size, mesh), on)
+                with compiled_text() as texts:
+                    step = ahead.compile_ahead(configured(name, batch_size, mesh), on)
             except ValueError as error:  # it doesn't fit
                 print(f"\n{name}, {mesh}: {error}")
                 continue
@@ -64,7 +69,9 @@ def main(budget: bool = False) -> None:
             print(*describe_ahead(step), sep="\n", flush=True)
             seconds = {"compile_seconds": took[0], "compile_cpu_seconds": took[1]}
             sizes = {"preset": name, "batch_size": batch_size}
-            steps.append({**sizes, **seconds, **dataclasses.asdict(step)})
+            sent = [dataclasses.asdict(each) for each in sum_by_kind(texts[-1])]
+            found = {"collectives": sent, "kernels": kernels(texts[-1])}
+            steps.append({**sizes, **seconds, **dataclasses.asdict(step), **found})
     print(runner.write("ahead", {"steps": steps}))
 
 
@@ -78,6 +85,29 @@ def configured(name: str, batch_size: int, mesh: str) -> TrainConfig:
     )
 
 
+@contextlib.contextmanager
+def compiled_text() -> Iterator[list[str]]:
+    """The programs that are compiled inside, as HLO."""
+    texts = []
+    compile_steps = ahead.compile_steps
+
+    def kept(config: TrainConfig) -> jax.stages.Compiled:
+        compiled = compile_steps(config)
+        texts.append(str(compiled.as_text()))
+        return compiled
+
+    ahead.compile_steps = kept
+    try:
+        yield texts
+    finally:
+        ahead.compile_steps = compile_steps
+
+
+def kernels(text: str) -> list[str]:
+    """Custom calls in a program, such as cuDNN's attention."""
+    return sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))
+
+
 def title(name: str, on: str, batch_size: int, mesh: str) -> str:
     return f"{name} on {on}, {mesh}, {batch_size} sequences"
 
@@ -85,14 +115,15 @@ def title(name: str, on: str, batch_size: int, mesh: str) -> str:
 def costs(name: str, on: str, batch_size: int, mesh: str) -> dict[str, int | str]:
     """The costs of a step's program. Bytes are per chip; the FLOPs are those of all chips."""
     config = configured(name, batch_size, mesh)
-    step = compile_ahead(config, on)
+    with compiled_text() as texts:
+        step = ahead.compile_ahead(config, on)
     found: dict[str, int | str] = {
         "FLOPs of products": product_flops(config),
         "bytes of parameters and optimizer": step.memory.state,
         "bytes of temporaries": step.memory.working,
-        "kernels": ", ".join(step.kernels),
+        "kernels": ", ".join(kernels(texts[-1])),
     }
-    for each in step.collectives:
+    for each in sum_by_kind(texts[-1]):
         found[f"{each.kind}, count"] = each.count
         found[f"{each.kind}, bytes sent"] = each.sent
     return found

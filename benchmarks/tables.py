@@ -526,7 +526,8 @@ def ahead_table() -> Table:
         memory = size_of(step["memory"]["state"] + step["memory"]["working"])
         if not step["fits"]:
             memory += ", too much"
-        least = round(1e3 * step[f"{step['bound']}_seconds"], 1)
+        resource = max(("compute", "memory"), key=lambda name: step[f"{name}_seconds"])
+        least = round(1e3 * step[f"{resource}_seconds"], 1)
         cells = [
             step["preset"],
             step["on"],
@@ -534,7 +535,7 @@ def ahead_table() -> Table:
             f"`{step['mesh']}`",
             memory,
             size_of(sent),
-            step["bound"],
+            resource,
             f"{least} ms",
         ]
         group = groups.setdefault((step["preset"], step["on"]), [])

@@ -44,17 +44,15 @@ class Chip:
     """Memory in bytes."""
     memory_bandwidth: float
     """Memory bandwidth in bytes/s."""
-    interconnect: float
-    """Bandwidth to the other chips of its slice or NVLink domain, in bytes/s."""
 
 
 _TPU = Platform("tpu")
 _HOPPER = Platform("gpu", 9.0)
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", _TPU, 197e12, 16 << 30, 0.82e12, 200e9),
-    "v5p": Chip("TPU v5", _TPU, 459e12, 95 << 30, 2.77e12, 600e9),
-    "v6e": Chip("TPU v6 lite", _TPU, 918e12, 32 << 30, 1.64e12, 448e9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", _HOPPER, 989e12, 80 * 10**9, 3.35e12, 450e9),
+    "v5e": Chip("TPU v5 lite", _TPU, 197e12, 16 << 30, 0.82e12),
+    "v5p": Chip("TPU v5", _TPU, 459e12, 95 << 30, 2.77e12),
+    "v6e": Chip("TPU v6 lite", _TPU, 918e12, 32 << 30, 1.64e12),
+    "h100": Chip("NVIDIA H100 80GB HBM3", _HOPPER, 989e12, 80 * 10**9, 3.35e12),
 }
 """The chips that jgpt can compile for without having them."""
 _PEAK_FLOPS = {chip.kind: chip.peak_flops for chip in CHIPS.values()} | {

@@ -40,9 +40,7 @@ COMMON_OPTIONS = (
 )
 """The fields of a config that people change; `jgpt train --help` shows these alone."""
 METAVARS = {"data": "TEXT", "out": "RUN", "name": "NAME", "tokenizer_files": "DIR", "mesh": "MESH"}
-OLDER_OPTIONS = {"--rematerialise": "--remat", "--no-rematerialise": "--no-remat"}
-"""What an option was called in an earlier version, and what it is called now."""
-RENAMED = {"which": "checkpoint", "profile_steps": "profile"}
+RENAMED = {"which": "checkpoint"}
 """Keywords of the library whose option has another name."""
 PLAIN_MESSAGES = {
     "expected one argument": "needs a value",
@@ -53,7 +51,7 @@ INSTEAD = {
     "--vocab-size": "can't be set: the tokenizer determines it",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
-    "--epochs": "is no option: set the length with --steps; jgpt plan shows how many epochs it is",
+    "--epochs": "is no option: set the length with --steps; --dry-run shows how many epochs it is",
     "--gradient-accumulation-steps": "is no option: --batch-size counts all sequences of a step, "
     "--micro-batches the parts that it is computed in",
     "--wandb": "is no option: --trackers wandb logs to Weights & Biases",
@@ -107,8 +105,6 @@ class RunOptions:
     """A custom objective: a function in a Python file. The file is executed."""
     batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """Custom batches: a function in a Python file."""
-    profile: int = 0
-    """Trace this many steps into RUN/profile."""
     page: bool = False
     """Write RUN/page.html, which holds the model, after each evaluation."""
     on: Annotated[str | None, OptionSpec("CHIPS")] = None
@@ -137,7 +133,7 @@ TRAIN = {
     for kind in (RunOptions, ProcessOptions, *CONFIGS)
     for field in dataclasses.fields(kind)
 }
-"""The names of the options of `jgpt train` and `plan`."""
+"""The names of the options of `jgpt train`."""
 TRAIN.remove("make")  # given as --model and as --optimizer
 
 
@@ -242,7 +238,7 @@ class _Parser(argparse.ArgumentParser):
         """Raise OptionError for what looks like an option and is none, saying what is meant."""
         flag = word.partition("=")[0]
         instead = {}
-        if self.command in ("train", "plan"):
+        if self.command == "train":
             instead = INSTEAD
         elif self.command == "look":
             instead = INSTEAD_TO_LOOK
@@ -331,8 +327,7 @@ def _with_dashes(word: str) -> str:
     name = re.match("--[a-z][a-z0-9_-]*", word)
     if name is None:
         return word
-    option = name[0].replace("_", "-")
-    return OLDER_OPTIONS.get(option, option) + word[name.end() :]
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
 def _flag_in(args: list[str], flags: list[str]) -> str:
@@ -378,7 +373,7 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str | None]:
 
 def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, Any]:
     """The arguments of a command, from its options."""
-    if name not in ("train", "plan"):
+    if name != "train":
         return _parser(command, name).parse(args)
     # Code is asked for first: its config may have fields of its own, which are options.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -431,7 +426,7 @@ def _parser(
 ) -> _Parser:
     """A command's parser; to train, with the defaults of a preset and the common options first."""
     summary = _documentation(command).short_description
-    if name not in ("train", "plan"):
+    if name != "train":
         parser = _Parser(name, summary)
         for option in _options(command):
             parser.add(parser, *option)

@@ -194,26 +194,17 @@ def describe_ahead(step: CompiledStep) -> list[str]:
     verdict = "NOT enough"
     if step.fits:
         verdict = "enough"
-    sent = 0
-    kinds = []
-    for collective in step.collectives:
-        sent += collective.sent
-        kinds.append(f"{collective.count} {collective.kind} ({format_bytes(collective.sent)})")
 
     def row(resource: str, seconds: float, amount: str, peak: float) -> str:
-        return f"  {resource:<13} {1e3 * seconds:9.3f} ms  {amount} at {peak / 1e12:g} T/s"
+        return f"  {resource:<8} {1e3 * seconds:9.3f} ms  {amount} at {peak / 1e12:g} T/s"
 
     flops = f"{step.flops / 1e12:.3g} TFLOP"
     return [
         f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
         f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is {verdict}",
-        f"collectives of a step: {', '.join(kinds) or 'none'}, as each chip sends them",
-        "a step takes each chip at least, from published peaks:",
+        "a step takes each chip at least, from published peaks and without what chips send:",
         row("compute", step.compute_seconds, flops, chip.peak_flops),
         row("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),
-        row("interconnect", step.interconnect_seconds, format_bytes(sent), chip.interconnect),
-        f"bound by {step.bound}",
-        f"custom kernels: {', '.join(step.kernels) or 'none'}",
     ]
 
 

@@ -131,7 +131,6 @@ def fit(
     overwrite: bool = False,
     progress: Progress | Literal["auto"] | None = "auto",
     should_stop: Callable[[], bool] = lambda: False,
-    profile_steps: int = 0,
     platform: Platform | None = None,
 ) -> Run:
     """Train a config's run into its directory; return the run with its best model.
@@ -150,17 +149,15 @@ def fit(
     path of a run or a Hugging Face folder, whose tokenizer it takes. `trainable` replaces
     `config.optimizer.trainable`. `resume` continues from the directory's last checkpoint, or starts
     if there is none yet; `overwrite` deletes the existing run. `should_stop` is polled after each
-    call of steps, and while the text is tokenized. `profile_steps` are traced into the run's folder
-    `profile`. `platform`, by default the current one, decides the config's `auto`. `progress` is by
-    default shown on a terminal and in a notebook; None is silent. Raises ValueError or OSError
+    call of steps, and while the text is tokenized. `platform`, by default the current one, decides
+    the config's `auto`. `progress` is by default shown on a terminal and in a notebook; None is
+    silent. Raises ValueError or OSError
     before anything is written or deleted; later OSError if something can't be written,
     FloatingPointError for a loss or gradient that is not finite, and TrainingStopped, each with the
     last good state in a checkpoint. A stop before the first step raises StoppedBeforeTraining,
     which is a kind of TrainingStopped.
     """
     started = time.perf_counter()
-    if profile_steps < 0:
-        raise ValueError(Message(Field("profile_steps", profile_steps), " must not be negative"))
     config = with_code(config, model, optimizer, objective, tokenizer=tokenizer, batches=batches)
     if trainable is not None:
         config = replace(config, optimizer=replace(config.optimizer, trainable=trainable))
@@ -175,7 +172,7 @@ def fit(
     # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(shared_facts(prepared, resume=resume, overwrite=overwrite))
     with use_mesh(prepared.config.trained.mesh), _opened(prepared, progress) as run:
-        _train(run, progress, profile_steps, should_stop)
+        _train(run, progress, should_stop)
         return _finish(run, progress, machine.platform, started)
 
 
@@ -291,7 +288,6 @@ def _begin(prepared: PreparedRun, run: RunDirectory, trackers: Trackers, step: i
 def _train(
     run: OpenRun,
     progress: Progress,
-    profile_steps: int,
     should_stop: Callable[[], bool],
 ) -> None:
     """Train to the end. The state and the tokens on the device are released when it returns."""
@@ -302,7 +298,6 @@ def _train(
         checkpoints=run.checkpoints,
         logger=run.logger,
         progress=progress,
-        profile_steps=profile_steps,
         should_stop=should_stop,
     )
     training.run(evaluate_first=run.is_unevaluated)

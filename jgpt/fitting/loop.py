@@ -19,7 +19,7 @@ from jgpt.hardware import process_count, process_index, release_memory
 from jgpt.parallel.processes import Vote, raise_in_all_processes
 from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.checkpoints import Checkpoints
-from jgpt.runs.directory import CHECKPOINTS, PROFILE
+from jgpt.runs.directory import CHECKPOINTS
 from jgpt.training.evaluation import EvaluationPlan, Evaluator
 from jgpt.training.state import TrainState, dropout_stream, is_finite
 
@@ -51,7 +51,6 @@ class Training:
         logger: MetricsLogger,
         progress: Progress,
         *,
-        profile_steps: int,
         should_stop: Callable[[], bool],
     ) -> None:
         self.config = prepared.config.trained
@@ -72,9 +71,6 @@ class Training:
         self.evaluator = self._make_evaluator()
         self.first_step = int(state.step)
         self.step = self.first_step
-        second = self.first_step + 1  # the first step compiles
-        self.profiled_steps = range(second, second + profile_steps)
-        self.trace = contextlib.ExitStack()
 
         lines = checkpoints.run.metrics()
         self.losses = _comparable_losses(lines, self.evaluations)
@@ -109,7 +105,7 @@ class Training:
         """
         patience = self.config.patience
         is_warm = False
-        with self.trace, contextlib.ExitStack() as watch, self._last_good_state_saved():
+        with contextlib.ExitStack() as watch, self._last_good_state_saved():
             if evaluate_first:
                 self._evaluate()
             while self.step < self.config.steps and not _stops_early(self.losses, patience):
@@ -235,12 +231,9 @@ class Training:
             raise TrainingStopped(self.step, self.checkpoints.run.path)
 
     def _take_steps(self) -> None:
-        """Make one call of steps, at most to the next evaluation, estimate, or end of the trace."""
+        """Make one call of steps, at most to the next evaluation or estimate."""
         first = self.step
-        profiled_steps = self.profiled_steps
         count = self._steps_of_call(first)
-        if profiled_steps and first == profiled_steps.start and process_index() == 0:
-            self.trace.enter_context(jax.profiler.trace(self.checkpoints.run.path / PROFILE))
         windows = self._windows(first, count)
         if first == self.first_step:
             # A call of no steps compiles the program, so that compilation isn't measured as
@@ -250,9 +243,6 @@ class Training:
             self.logger.start_clock()
         self.state, metrics = self.train_steps(self.state, windows, self.key, count, first)
         self.step = first + count
-        if profiled_steps and self.step == profiled_steps.stop:
-            jax.block_until_ready(metrics)  # until now, the steps are only dispatched
-            self.trace.close()
         self.logger.add(first, count, metrics)
 
     def _windows(self, first: int, count: int) -> Any:
@@ -293,8 +283,6 @@ class Training:
                 most = min(most, max(1, steps_in_time))
         next_evaluation = (first // config.eval_interval + 1) * config.eval_interval
         pauses = {next_evaluation, config.steps, *self.estimate_steps}
-        if self.profiled_steps:
-            pauses |= {self.profiled_steps.start, self.profiled_steps.stop}
         next_pause = min(step for step in pauses if step > first)
         return min(most, next_pause - first)
 

@@ -1,48 +1,34 @@
 """Plots: loss curves and attention weights."""
 
-import functools
 import io
 import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Real
-from matplotlib import colormaps, font_manager
+from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from jgpt.data.tokenizers import Tokenizer, text_of_token
-from jgpt.nn.bigram import BigramLM
-from jgpt.nn.models import LanguageModel
-from jgpt.pictures.numbers import encode_text
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.training.statistics import is_statistic
 from jgpt.words import did_you_mean
 
-INCHES_PER_TOKEN = 0.16
-"""The size of a readable token in attention pictures."""
 LABELS_PER_COLUMN = 25
 """The largest number of labels in a column of a legend beside the axes."""
-MOST_INCHES = 40
-"""The largest width or height of an attention picture's panels."""
-
-VISIBLE = str.maketrans({"\n": "⏎", " ": "␣", "\t": "⇥", "$": r"\$"})
-"""Visible white space; dollars escaped for matplotlib."""
 
 
 def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> bytes:
     """Draw training and validation loss against steps, as an image in a format such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    (title,), families = drawable([title], "sans-serif")
-    axes.set_title(title, parse_math=False, fontfamily=families)
+    axes.set_title(title, parse_math=False)
     steps = np.array(_steps_of(metrics))
     lines = _draw_run(axes, steps, metrics, training_colour="C0", validation_colour="C1")
     window = _smoothing_window(len(metrics))
@@ -140,8 +126,7 @@ def _group_image(
             smallest = min([smallest, *values])
             # The legend has a line for each name, whichever run it is of.
             (lines[name],) = axes.plot(steps[rows], values, color=colour, linewidth=1)
-        (title,), families = drawable([run.path.resolve().name], "sans-serif")
-        axes.set_title(title, parse_math=False, fontfamily=families)
+        axes.set_title(run.path.resolve().name, parse_math=False)
         _name_axis(axes, "step")
     # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
     # an objective may be negative, for which a logarithmic axis has no place.
@@ -301,121 +286,12 @@ def _add_legend(
     title: str = "",
 ) -> None:
     """Add a legend outside of the axes."""
-    drawable_labels, families = drawable(labels, "sans-serif")
-    legend = figure.legend(lines, drawable_labels, loc=place, ncols=columns, title=title)
+    legend = figure.legend(lines, labels, loc=place, ncols=columns, title=title)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a directory's name may contain dollars
-        text.set_fontfamily(families)
-
-
-def drawable(texts: Sequence[str], family: str) -> tuple[list[str], list[str]]:
-    """Return the texts as they can be drawn, and the font families to draw them with.
-
-    matplotlib's own font has no Chinese, so other installed fonts are added for the characters that
-    `family` lacks. A character that no font has is written as its code point, such as U+4F60;
-    matplotlib would draw an empty box and warn.
-    """
-    families = [family]
-    default_font = font_manager.findfont(font_manager.FontProperties(family=[family]))
-    missing = set("".join(texts)) - _characters_of(default_font)
-    for font in font_manager.fontManager.ttflist:
-        if not missing:
-            break
-        # matplotlib's own font, which has a box for every character
-        if font.name.startswith("Last Resort"):
-            continue
-        found = missing & _characters_of(font.fname)
-        if found:
-            families.append(font.name)
-            missing -= found
-    code_points = {}
-    for character in missing:
-        code_points[character] = f"U+{ord(character):04X}"
-    written_out = str.maketrans(code_points)
-    return [text.translate(written_out) for text in texts], families
-
-
-@functools.cache
-def _characters_of(font_file: str) -> frozenset[str]:
-    """Return the characters of a font, or none if matplotlib can't read it, such as a bitmap
-    font."""
-    try:
-        code_points = font_manager.get_font(font_file).get_charmap()
-        return frozenset(chr(code_point) for code_point in code_points)
-    except (RuntimeError, OSError):
-        return frozenset()
 
 
 def _image(figure: Figure, format: str) -> bytes:
-    """Return the figure as an image. Raises ValueError with matplotlib's reason.
-
-    A `matplotlibrc` may ask for LaTeX or a missing backend, which raises errors of any kind.
-    """
     image = io.BytesIO()
-    try:
-        figure.savefig(image, dpi=120, format=format)
-    except Exception as error:
-        lines = str(error).splitlines()
-        reason = repr(error)
-        if lines:
-            reason = lines[0]
-        raise ValueError(f"the picture can't be drawn by matplotlib: {reason}") from error
+    figure.savefig(image, dpi=120, format=format)
     return image.getvalue()
-
-
-def attention_image(model: LanguageModel, tokenizer: Tokenizer, text: str, format: str) -> bytes:
-    """Draw the attention weights over a text, as an image: a row per layer, a column per head.
-
-    The text is cut to its last `block_size` tokens. Raises ValueError for a model without
-    `attention_weights`, such as a bigram model or some custom models.
-    """
-    attention_weights_of = getattr(model, "attention_weights", None)
-    if attention_weights_of is None:
-        kind = "a model of your own"
-        if isinstance(model, BigramLM):
-            kind = "a bigram model"
-        raise ValueError(f"{kind} has no attention weights: choose a GPT run")
-    tokens = encode_text(tokenizer, text)[-model.block_size :]
-    batch = jnp.asarray(tokens)[None]  # 1 time
-    of_batch = attention_weights_of(batch)  # layers 1 heads time time
-    weights = np.asarray(of_batch[:, 0])  # layers heads time time
-    layers, heads, time, _ = weights.shape
-
-    side = _panel_side(layers, heads, time)
-    # In a panel that is smaller than its tokens need, only every second or third token is named, so
-    # that names don't overlap.
-    stride = math.ceil(INCHES_PER_TOKEN * time / side)
-    ticks = range(0, time, stride)
-    points = 72 * side  # of a panel: 72 points are an inch
-    tick_size = min(8.0, 0.85 * points / (len(ticks) + 4))
-    label_size = min(24.0, 7 + side)
-    names = []
-    for position in ticks:
-        name = text_of_token(tokenizer, int(tokens[position]))
-        names.append(name.translate(VISIBLE))
-    names, families = drawable(names, "monospace")
-
-    figure = Figure(figsize=(heads * side + 1, layers * side + 0.5), layout="constrained")
-    panels = figure.subplots(layers, heads, squeeze=False)
-    for (layer, head), axes in np.ndenumerate(panels):
-        axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="viridis")
-        axes.set_title(f"layer {layer}, head {head}", fontsize=label_size)
-        axes.set_xticks(ticks, names, fontsize=tick_size, fontfamily=families)
-        axes.set_yticks(ticks, names, fontsize=tick_size, fontfamily=families)
-        axes.tick_params(length=0, pad=2)
-        if layer == layers - 1:
-            axes.set_xlabel("key position", fontsize=label_size)
-        if head == 0:
-            axes.set_ylabel("query position", fontsize=label_size)
-    # Every panel has the same scale, from 0 to 1, so one bar serves all of them.
-    (any_image,) = panels[0, 0].get_images()
-    bar = figure.colorbar(any_image, ax=panels, aspect=40)
-    bar.set_label("attention weight", fontsize=label_size)
-    return _image(figure, format)
-
-
-def _panel_side(layers: int, heads: int, time: int) -> float:
-    """Return the inches of a panel: as many as its tokens need, until the picture is too large."""
-    side_for_tokens = max(2.2, INCHES_PER_TOKEN * time)
-    largest_side = MOST_INCHES / max(layers, heads)
-    return min(side_for_tokens, largest_side)

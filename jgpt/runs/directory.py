@@ -33,7 +33,6 @@ TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 PROVENANCE = "provenance.jsonl"
 LOCK = "lock"
-PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples.txt"
 LOSS_PICTURE = "loss.png"
@@ -48,7 +47,7 @@ WANDB_ID = "wandb.id"
 # tokenizer.
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, PAGE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
-_BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
+_BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 _LONGEST_LINE = 1 << 20
 """The limit of a line in bytes; a metrics.jsonl without a newline would be read whole."""
@@ -308,7 +307,7 @@ class RunDirectory:
         return [line for line, _ in self._lines(PROVENANCE)]
 
     def tracker_files(self) -> set[Path]:
-        """Return the files and folders that trackers and the profiler have written."""
+        """Return the files and folders that trackers have written."""
         patterns: list[str] = list(_BY_TRACKERS)
         if (self.path / WANDB_ID).is_file():  # without this file, a folder wandb is not the run's
             patterns.extend(_BY_WANDB)
@@ -328,7 +327,7 @@ class RunDirectory:
         for name in _REPLACED:
             _delete(self.path / name)
         delete_text_files(self.path / IMPORTED)
-        for name in (CHECKPOINTS, PROFILE, TENSORBOARD, WANDB):
+        for name in (CHECKPOINTS, TENSORBOARD, WANDB):
             with contextlib.suppress(OSError):  # it has other files or doesn't exist
                 (self.path / name).rmdir()
 

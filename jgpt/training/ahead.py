@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from jgpt.hardware import Chip, Machine, topology
 from jgpt.nn.costs import flops_per_token
 from jgpt.nn.precision import run_for_platform
 from jgpt.parallel.mesh import default_mesh, make_mesh
-from jgpt.training.collectives import Collective, sum_by_kind
 from jgpt.training.memory import TrainingMemory, compile_steps, memory_of, with_micro_batches
 from jgpt.training.placement import bytes_of
 from jgpt.training.state import abstract_state
@@ -22,7 +20,7 @@ from jgpt.training.state import abstract_state
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled train step, and a lower bound of its time for each resource."""
+    """A compiled train step, and the least time that its arithmetic and its memory take."""
 
     on: str
     chip: Chip
@@ -34,17 +32,10 @@ class CompiledStep:
     fits: bool
     flops: int
     """FLOPs per chip, computed from the config."""
-    collectives: tuple[Collective, ...]
-    kernels: tuple[str, ...]
-    """Custom calls in the program, such as cuDNN's attention."""
     compute_seconds: float
     """Seconds to compute at the chip's peak."""
     memory_seconds: float
     """Seconds to read and write state and working memory once."""
-    interconnect_seconds: float
-    """Seconds of the collectives, without overlap."""
-    bound: str
-    """The resource that takes longest: compute, memory or interconnect."""
 
 
 def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
@@ -71,20 +62,11 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
             reason = str(error).splitlines()[0]
             raise ValueError(f"a step doesn't fit into {on}: {reason}") from None
         memory = memory_of(compiled, config)
-        text = compiled.as_text()
-    assert memory is not None and text is not None  # noqa: PT018  # these compilers report both
-    by_kind = sum_by_kind(text)
-    sent = sum(collective.sent for collective in by_kind)
+    assert memory is not None  # these compilers report it
     tokens = config.batch_size * config.model.block_size
     # The backward pass takes twice the forward pass: each product has a gradient for each operand.
     flops = 3 * flops_per_token(config.model) * tokens // len(devices)
-    # Lower bounds: each resource alone, with everything in memory moved once.
-    seconds = {
-        "compute": flops / chip.peak_flops,
-        "memory": 2 * (memory.state + memory.working) / chip.memory_bandwidth,
-        "interconnect": sent / chip.interconnect,
-    }
-    kernels = set(re.findall(r'custom_call_target="([^"]+)"', text))
+    moved = 2 * (memory.state + memory.working)  # all that it holds, written and read once
     return CompiledStep(
         on=on,
         chip=chip,
@@ -94,12 +76,8 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
         memory=memory,
         fits=memory.state + memory.working <= chip.memory,
         flops=flops,
-        collectives=by_kind,
-        kernels=tuple(sorted(kernels)),
-        compute_seconds=seconds["compute"],
-        memory_seconds=seconds["memory"],
-        interconnect_seconds=seconds["interconnect"],
-        bound=max(seconds, key=lambda name: seconds[name]),
+        compute_seconds=flops / chip.peak_flops,
+        memory_seconds=moved / chip.memory_bandwidth,
     )
 
 

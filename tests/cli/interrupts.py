@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 LONGEST = 30
 """Seconds within which a command ends, however loaded the machine is."""
-PROMPT = "So long"
 """Characters that tiny Shakespeare and the poem of the tests have."""
 STARTED = """
 import signal, sys
@@ -103,7 +102,6 @@ def commands(run: Path) -> dict[str, list[str]]:
         "sample": ["sample", str(run), "--max-new-tokens", "1000", "--num-samples", "64"],
         "eval": ["eval", str(run)],
         "info": ["info", "tiny"],
-        "attention": ["attention", str(run), "--prompt", PROMPT, "--out", f"{run}.png"],
     }
 
 

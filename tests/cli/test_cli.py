@@ -120,7 +120,7 @@ def test_options_that_do_not_fit_are_rejected_before_anything_is_read(
     with pytest.raises((ValueError, OSError)) as rejection:
         command(**parse(command, name, words))
     names = set(inspect.signature(command).parameters)
-    message = in_options(message_of(rejection.value), TRAIN if name in ("train", "plan") else names)
+    message = in_options(message_of(rejection.value), TRAIN if name == "train" else names)
     assert f"jgpt: {message}" == expected
 
 
@@ -139,9 +139,9 @@ def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_direct
         "assert not {'jax', 'flax', 'matplotlib'} & set(sys.modules)\n"
         "import jgpt.cli.terminal as terminal\n"
         "terminal.importing = lambda: sys.exit('jax' in sys.modules)\n"
-        "for line in ('train tiny', 'train --steps 3', 'plan tiny',\n"
+        "for line in ('train tiny', 'train --steps 3', 'train tiny --dry-run',\n"
         "    'sample r', 'chat r', 'eval r', 'info tiny', 'shapes tiny',\n"
-        "    'plot r', 'attention r --prompt a', 'look r --prompt a',\n"
+        "    'plot r', 'look r --prompt a',\n"
         "    'import s --out i', 'export r --out e'):\n"
         "    name, *options = line.split()\n"
         "    try: jgpt.cli.main([name, *options])\n"
@@ -178,7 +178,6 @@ def test_what_ends_a_text_is_said_on_a_line_of_its_own(kind, capsys):
 
 IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
-    "plan": ["tiny", "--data", "fox.txt", "--block-size", 4],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
     "chat": ["chatty", "--max-new-tokens", 5],
     "eval": ["trained", "--json"],
@@ -186,12 +185,10 @@ IN_A_PROCESS = {
     "shapes": ["trained", "--depth", 1],
     "new": ["my_gpt.py"],
     "plot": ["trained", "--out", "losses.png"],
-    "attention": ["trained", "--prompt", "So long", "--out", "attention.png"],
     "look": ["trained", "--prompt", "So long", "--max-new-tokens", 3],
     "prepare": ["fox.txt", "--out", "prepared"],
     "import": ["gpt2", "--tokenizer", "fox.txt", "--out", "imported"],
     "export": ["exportable", "--out", "exported"],
-    "presets": [],
 }
 
 
@@ -222,8 +219,8 @@ def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     ("arguments", "full", "code", "said"),
     [
         (["train", "--help-all"], False, 141, b""),  # as of `| head -1`
-        (["presets"], False, 141, b""),
-        (["presets"], True, 2, b"jgpt: No space left on device\n"),
+        (["help"], False, 141, b""),
+        (["help"], True, 2, b"jgpt: No space left on device\n"),
     ],
 )
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments, full, code, said):
@@ -250,8 +247,8 @@ def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
 
     reported: list = []
     monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)
-    monkeypatch.setitem(COMMANDS, "presets", complain)
-    main(["presets"])
+    monkeypatch.setitem(COMMANDS, "new", complain)
+    main(["new"])
 
     assert [str(each.exc_value) for each in reported] == ["out of luck"]
     assert sys.unraisablehook == hook
@@ -260,8 +257,8 @@ def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
-    monkeypatch.setitem(COMMANDS, "presets", lambda: print("naïve Ω"))
-    main(["presets"])
+    monkeypatch.setitem(COMMANDS, "new", lambda: print("naïve Ω"))
+    main(["new"])
 
     assert output.getvalue() == b"na?ve ?\n"
 
@@ -270,7 +267,7 @@ def test_closed_streams_are_empty(monkeypatch, run):
     """As after `<&- >&- 2>&-`, where Python has None."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    main(["presets"])
+    main(["help"])
     with pytest.raises(SystemExit) as stopped:
         main(["sample", str(run), "--prompt-file", "-"])
     assert stopped.value.code == 2
@@ -289,7 +286,7 @@ def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
     "line",
     [
         *("train tiny", "sample r", "chat r", "eval r", "info tiny", "export r --out e"),
-        *("attention r --prompt a", "look r --prompt a"),
+        "look r --prompt a",
     ],
 )
 def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypatch, tmp_path):
@@ -537,7 +534,6 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
     [
         ("sample", "--max-new-tokens", 3),
         ("chat",),
-        ("attention", "--prompt", "the", "--out", "a.png"),
         ("look", "--prompt", "the"),
         ("look",),
         ("export", "--out", "exported", "--zero-biases"),
@@ -594,9 +590,6 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
     "command",
     [
         ("plot", "--out", "losses.png"),
-        pytest.param(
-            ("attention", "--prompt", "the", "--out", "attention.png"), marks=pytest.mark.slow
-        ),
         ("look", "--prompt", "the", "--out", "look.html"),
     ],
     ids=lambda command: command[0],
@@ -613,7 +606,7 @@ def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(comman
     assert contents(tmp_path) == {command[-1]: b"of yesterday"}
 
 
-@pytest.mark.parametrize("command", ["attention", "look", "plot"])
+@pytest.mark.parametrize("command", ["look", "plot"])
 def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
     command, run, tmp_path, monkeypatch
 ):
@@ -640,7 +633,7 @@ def test_the_package_is_the_command():
 def test_the_list_of_commands_is_wrapped_below_where_a_summary_began():
     code, shown = on_terminal(50, "help")
     assert code == 0
-    first, *_ = [line for line in shown.splitlines() if line.startswith("  plan")]
+    first, *_ = [line for line in shown.splitlines() if line.startswith("  info")]
     below = shown.splitlines()[shown.splitlines().index(first) + 1]
     column = first.index("Show")
     assert below[:column].isspace()

@@ -91,7 +91,7 @@ def loaded(calls):
     calls.note("jgpt.runs.load.load", ("the model", TOKENIZER, RUN_CONFIG))
     calls.note("jgpt.nn.int8.with_int8_weights", "the model in int8")
     calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
-    for command in ("attention", "look", "new", "plot"):
+    for command in ("look", "new", "plot"):
         calls.note(f"jgpt.cli.commands.{command}.write_file")
     return calls
 
@@ -227,17 +227,16 @@ def words_of(fields: dict) -> list[str]:
 CODE_AND_PARTS = {"make", "objective", "batches", "vocab_size", "model", "optimizer", "dataset"}
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_every_field_of_the_config_reaches_the_run(command, calls):
-    calls.note("jgpt.fitting.fit.fit", stop=True)
-    calls.note("jgpt.fitting.fit.plan", stop=True)
+@pytest.mark.parametrize(("called", "more"), [("fit", []), ("plan", ["--dry-run"])])
+def test_every_field_of_the_config_reaches_the_run(called, more, calls):
+    calls.note(f"jgpt.fitting.fit.{called}", stop=True)
     words = []
     for fields in PARTS.values():
         words += words_of(fields)
 
-    type_in(command, "tiny", *words)
+    type_in("train", "tiny", *more, *words)
 
-    config = calls["fit" if command == "train" else "plan"]["config"]
+    config = calls[called]["config"]
     _, default = PRESETS["tiny"]
     for part, fields in PARTS.items():
         received = config
@@ -262,13 +261,11 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
     data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
 
-    more = ("--profile", 3, "--initial", "other")
-    type_in("train", "tiny", "--resume", *more, *code, *data, cwd=tmp_path)
+    type_in("train", "tiny", "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
     received = calls.received.pop("fit")
     assert received["initial"] == "other"
     assert received["resume"] is True
     assert received["overwrite"] is False
-    assert received["profile_steps"] == 3
     assert received["config"].model.make.__name__ == "GPT"
     assert received["config"].optimizer.make.__name__ == "lion"
     assert received["config"].objective.__name__ == "ours"
@@ -278,18 +275,17 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     received = calls.received.pop("fit")
     assert received["resume"] is False
     assert received["overwrite"] is True
-    assert received["profile_steps"] == 0
 
 
-@pytest.mark.parametrize("command", [["train", "tiny", "--dry-run"], ["plan", "tiny"]])
-def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
+def test_the_options_of_a_dry_run_reach_the_plan(calls, tmp_path):
     (tmp_path / "own.py").write_text(MODEL_FILE)
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
     data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
 
-    type_in(*command, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
+    dry_run = ("train", "tiny", "--dry-run")
+    type_in(*dry_run, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
 
     plan = calls["plan"]
     assert plan["initial"] == "other"
@@ -302,12 +298,12 @@ def test_the_options_of_a_plan_reach_the_plan(command, calls, tmp_path):
     assert config.dataset.make.__name__ == "Words"
     assert config.batches.__name__ == "rows"
 
-    type_in(*command, "--overwrite", cwd=tmp_path)
+    type_in(*dry_run, "--overwrite", cwd=tmp_path)
 
     assert calls["plan"]["resume"] is False
     assert calls["plan"]["overwrite"] is True
 
-    type_in(*command, "--on", "v5e:2x4", cwd=tmp_path)
+    type_in(*dry_run, "--on", "v5e:2x4", cwd=tmp_path)
 
     assert calls["compile_ahead"]["on"] == "v5e:2x4"
 
@@ -322,10 +318,9 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
 
     calls.note("jgpt.fitting.fit.plan", Planned(), during=warn)
     calls.note("jgpt.cli.report.describe", [])
-    done = jgpt("plan", "tiny", "--json")
+    done = jgpt("train", "tiny", "--dry-run", "--json")
     assert json.loads(done.stdout) == {"parameters": 3}
     assert "a warning" in done.stderr
-    TYPED.setdefault("plan", set()).add("--json")
     TYPED.setdefault("train", set()).add("--json")
 
 
@@ -356,14 +351,13 @@ def test_the_processes_of_a_run_reach_jax(calls):
     assert received == [None, None, None]
 
 
-@pytest.mark.parametrize(("command", "function"), [("train", "fit"), ("plan", "plan")])
-def test_a_config_file_is_the_run_s_config(command, function, calls, tmp_path):
+def test_a_config_file_is_the_run_s_config(calls, tmp_path):
     config = dataclasses.replace(PRESETS["tiny"][1], steps=17, seed=3)
     (tmp_path / "config.json").write_text(to_json(config))
-    calls.note(f"jgpt.fitting.fit.{function}", stop=True)
-    type_in(command, "--config", "config.json", cwd=tmp_path)
+    calls.note("jgpt.fitting.fit.fit", stop=True)
+    type_in("train", "--config", "config.json", cwd=tmp_path)
 
-    assert calls[function]["config"] == config
+    assert calls["fit"]["config"] == config
 
 
 def test_sample(loaded, tmp_path):
@@ -411,7 +405,6 @@ def test_sample(loaded, tmp_path):
     [
         ("sample", (), "jgpt.runs.load.load"),
         ("chat", (), "jgpt.runs.load.load"),
-        ("attention", ("--prompt", "a"), "jgpt.runs.load.load"),
         ("look", ("--prompt", "a"), "jgpt.runs.load.load"),
         ("look", (), "jgpt.runs.load.load"),
         ("eval", (), "jgpt.fitting.evaluate.evaluate"),
@@ -541,7 +534,6 @@ def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
     calls.note("jgpt.pictures.plots.metric_image", b"a metric")
-    calls.note("jgpt.pictures.plots.attention_image", b"attention")
     calls.note("jgpt.pictures.page.make_page", Page("a page"))
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
@@ -560,17 +552,6 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
         "--tokenizer",
         "m.py:Chess",
     )
-    type_in("attention", "run", *words, "--out", "b.svg", cwd=tmp_path)
-    received = calls["attention_image"]
-    assert (received["text"], received["format"]) == ("a b", "svg")
-    assert str(calls["write_file"]["path"]) == "b.svg"
-    assert calls["load"] == {
-        "run_directory": "run",
-        "which": 30,
-        **CODE,
-    }
-
-    calls.received.clear()
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
     received = calls["make_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
@@ -659,18 +640,12 @@ def test_export(loaded, monkeypatch):
     assert loaded["hf_config"]["zero_biases"] is True
 
 
-REJECTED_BY_PLAN = {"--page", "--coordinator", "--processes", "--process", "--distributed"}
-WITHOUT_EFFECT_IN_A_PLAN = {"--profile", "--dry-run"}
-
-
 def test_no_option_was_left_out():
     """The tests above, which run before this one, typed every option of every command."""
     missing = {}
     for name, command in COMMANDS.items():
         flags = set(options._parser(command, name).flags)
         typed = {flag.replace("--no-", "--").replace("_", "-") for flag in TYPED.get(name, ())}
-        if name == "plan":
-            flags -= REJECTED_BY_PLAN | WITHOUT_EFFECT_IN_A_PLAN
         if untyped := flags - typed:
             missing[name] = sorted(untyped)
     assert missing == {}

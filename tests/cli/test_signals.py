@@ -250,7 +250,7 @@ def test_an_interruption_at_exit_says_nothing(before):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
-@pytest.mark.parametrize("name", ["sample", "attention"])
+@pytest.mark.parametrize("name", ["sample", "eval"])
 def test_an_interruption_at_any_time_ends_a_command(trained, name):
     found = interrupt_often(commands(trained.directory)[name], count=4)
     assert [outcome for outcome in found if outcome.kind != "ended"] == []

@@ -1,8 +1,6 @@
 """Pictures: what they draw is what the model computes."""
 
 import dataclasses
-import re
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +10,13 @@ from matplotlib.figure import Figure
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
-from jgpt.pictures import plots
 from jgpt.pictures.plots import (
-    attention_image,
-    drawable,
     losses_image,
     metric_image,
     runs_image,
 )
 from jgpt.runs.directory import RunDirectory
-from tests.models import TRANSFORMERS, compiled, config_of, loud, random_gpt, tokens_of
-from tests.quick import only
+from tests.models import TRANSFORMERS, compiled, config_of, loud, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
@@ -265,85 +259,6 @@ def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
     ]
 
 
-def test_the_attention_of_a_text_s_end_is_drawn(figures):
-    """A row per query from the top, a column per key, of the last block of the text."""
-    tokenizer = CharTokenizer("\n $abcdefghi")  # 12 characters, and a block of seven
-    model = random_gpt("nanogpt", vocab_size=12, block_size=7)
-    layers = 2
-    heads = 3
-    last_block = jnp.asarray(tokenizer.encode("eg$i bd"))[None]
-    maps = np.asarray(model.attention_weights(last_block))
-    assert maps.shape == (layers, 1, heads, 7, 7)
-
-    attention_image(model, tokenizer, "a c\neg$i bd", "png")
-
-    (figure,) = figures
-    with_images = [axes for axes in figure.axes if axes.get_images()]
-    drawn = with_images[: layers * heads]  # after them the bar of colours
-    for axes, (layer, head) in zip(drawn, np.ndindex(layers, heads), strict=True):
-        (image,) = axes.get_images()
-        np.testing.assert_array_equal(image.get_array(), maps[layer, 0, head])
-        assert np.triu(image.get_array(), 1).max() == 0  # nothing reads what comes later
-        assert image.get_clim() == (0, 1)
-        assert re.findall(r"\d+", axes.get_title()) == [str(layer), str(head)]
-        characters = ["e", "g", r"\$", "i", "␣", "b", "d"]
-        assert texts_of(axes.get_xticklabels()) == characters
-        assert texts_of(axes.get_yticklabels()) == characters
-        bottom, top = axes.get_ylim()
-        assert bottom > top  # the first query on top
-        # axes are named at the edges of the figure alone
-        key_label = ""
-        if layer == layers - 1:
-            key_label = "key position"
-        query_label = ""
-        if head == 0:
-            query_label = "query position"
-        assert axes.get_xlabel() == key_label
-        assert axes.get_ylabel() == query_label
-    assert figure.axes[-1].get_ylabel() == "attention weight"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layers", "heads", "time", "named", "inches", "points"),
-    only(
-        lambda case: case[2] < 300 or case[0] == 1,
-        [
-            (2, 3, 7, 7, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (8, 7 + 2.2)),
-            (2, 3, 13, 13, (3 * 2.2 + 1, 2 * 2.2 + 0.5), (61.2 * 2.2 / 17, 7 + 2.2)),
-            (2, 3, 300, 75, (40 + 1, 40 * 2 / 3 + 0.5), (8, 7 + 40 / 3)),
-            (1, 1, 300, 150, (40 + 1, 40 + 0.5), (8, 24)),
-        ],
-    ),
-)
-def test_the_size_of_an_attention_picture_is_bounded(
-    figures, layers, heads, time, named, inches, points
-):
-    """In inches, and the points of the titles and of the tokens, named where there is room."""
-    token_points, title_points = points
-    model = random_gpt(
-        "nanogpt",
-        num_layers=layers,
-        num_heads=heads,
-        vocab_size=2,
-        block_size=time,
-    )
-
-    attention_image(model, CharTokenizer("ab"), "ab" * 150, "png")
-
-    (figure,) = figures
-    axes = figure.axes[0]
-    (image,) = axes.get_images()
-    colour_bar = figure.axes[-1]
-    assert figure.get_size_inches().tolist() == pytest.approx(inches)
-    assert image.get_array().shape == (time, time)
-    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
-        found = [label.get_fontsize() for label in labels]
-        assert found == pytest.approx([token_points] * named)
-    for title in (axes.title, axes.yaxis.label, colour_bar.yaxis.label):
-        assert title.get_fontsize() == pytest.approx(title_points)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "window", "default preset"])
 def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
@@ -382,39 +297,3 @@ def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
     for found_output, output in zip(found, expected, strict=True):
         tolerance = 1e-6 * abs(output).max()
         np.testing.assert_allclose(found_output, output, rtol=0, atol=tolerance)
-
-
-@pytest.mark.slow
-def test_characters_that_no_font_has_are_written_as_code_points():
-    """matplotlib would draw a box, and warn, which is an error in tests."""
-    text = "你好\U0001f642a\n"
-    tokenizer = CharTokenizer.from_text(text)
-    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
-
-    attention = attention_image(model, tokenizer, text, "svg")
-    losses = losses_image(METRICS, "runs/你好", "svg")
-    texts, families = drawable(["a\U000f1234b", "你"], "monospace")
-
-    assert attention.startswith(b"<?xml")
-    assert losses.startswith(b"<?xml")
-    assert texts[0] == "aU+F1234b"  # of private use: in no font
-    assert families[0] == "monospace"
-
-
-def test_a_character_is_drawn_with_an_installed_font_that_has_it(monkeypatch):
-    characters = {"latin.ttf": "ab", "cjk.ttf": "你好", "rest.ttf": "ab你é"}
-    fonts = []
-    for file in characters:
-        font = mock.Mock(fname=file)
-        font.name = file.removesuffix(".ttf")  # which as an argument would be the mock's
-        fonts.append(font)
-    monkeypatch.setattr(plots, "_characters_of", lambda file: set(characters.get(file, "ab")))
-    monkeypatch.setattr(plots.font_manager.fontManager, "ttflist", fonts)
-
-    chinese = drawable(["a好", "b"], "monospace")
-    in_no_font = drawable(["aé您"], "monospace")
-    latin = drawable(["ab"], "monospace")
-
-    assert chinese == (["a好", "b"], ["monospace", "cjk"])
-    assert in_no_font == (["aéU+60A8"], ["monospace", "rest"])
-    assert latin == (["ab"], ["monospace"])

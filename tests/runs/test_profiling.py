@@ -1,6 +1,5 @@
 """What is compiled is kept and heard of, and steps are traced."""
 
-import contextlib
 import platform
 import warnings
 from pathlib import Path
@@ -10,12 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from jgpt import fit
-from jgpt.fitting import fit as fit_module
-from jgpt.fitting import loop, profiling
+from jgpt.fitting import profiling
 from jgpt.fitting.profiling import compilations_watched
 from jgpt.hardware import enable_compilation_cache
-from tests.runs.harness import BIGRAM, recorded, with_changes
 
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",
@@ -100,55 +96,3 @@ def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
     with compilations_watched(told.append):
         jax.jit(lambda x: 4 * x)(jnp.zeros(3))
     assert len(told) == 1
-
-
-@pytest.fixture
-def events(monkeypatch):
-    """The numbers of steps in calls, and where a trace begins and ends."""
-    events: list[int | str] = []
-    trace = jax.profiler.trace
-    make = fit_module.make_train_steps
-
-    @contextlib.contextmanager
-    def recorded_trace(directory):
-        events.append("trace")
-        with trace(directory):
-            yield
-        events.append("done")
-
-    def recorded_steps(config):
-        return recorded(events, lambda *arguments: arguments[3], make(config))
-
-    monkeypatch.setattr(jax.profiler, "trace", recorded_trace)
-    monkeypatch.setattr(fit_module, "make_train_steps", recorded_steps)
-    return events
-
-
-def test_the_steps_after_the_first_are_traced_and_compilations_watched_after_an_evaluation(
-    small_run, tmp_path, monkeypatch, events
-):
-    waits = jax.block_until_ready
-    watches = loop.compilations_watched
-    monkeypatch.setattr(jax, "block_until_ready", recorded(events, "waited", waits))
-    monkeypatch.setattr(loop, "compilations_watched", recorded(events, "watched", watches))
-    calls = {"steps": 70, "steps_per_call": 50, "eval_interval": 32}
-    config = with_changes(small_run, **BIGRAM | calls, out=str(tmp_path / "run"))
-    run = fit(config, profile_steps=5)
-    assert list((run.directory / "profile").rglob("*.xplane.pb"))
-    # calls end where there is an estimate, after 2, 4, 8 and 16, or an evaluation, after 32 and 64;
-    # steps are only dispatched: a trace that doesn't wait for the last of them ends before it
-    traced = ["trace", 1, 2, 2, "waited", "done"]
-    assert events == [0, 1, *traced, 2, 8, 16, "watched", 32, 6]
-
-
-def test_a_resumed_run_compiles_without_a_step_and_traces_after_its_own_first_step(
-    small_run, tmp_path, events
-):
-    config = with_changes(small_run, **BIGRAM, steps=4, out=str(tmp_path / "run"))
-    fit(config)
-    events.clear()
-
-    fit(with_changes(config, steps=12), resume=True, profile_steps=2)
-
-    # from step 4; evaluated after steps 8 and 12, with three steps in a call at most
-    assert events == [0, 1, "trace", 2, "done", 1, 3, 1]

@@ -19,12 +19,13 @@ from jgpt.hardware import CHIPS, Platform, topology
 from jgpt.parallel.mesh import current_mesh
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, compile_ahead
-from jgpt.training.collectives import collectives
 from jgpt.training.memory import TrainingMemory
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 benchmark = importlib.import_module("ahead")
+collectives = importlib.import_module("collectives").collectives
+sum_by_kind = importlib.import_module("collectives").sum_by_kind
 BUDGET = json.loads((ROOT / "benchmarks" / "results" / "budget.json").read_text())
 
 # --- collectives of a program, and what each device sends, by hand --------------------------------
@@ -166,20 +167,13 @@ MATRICES = PARAMETERS - 512 * 256 - 128 * 256
 
 
 @pytest.mark.parametrize(
-    ("chip", "bound"),
-    [
-        ({"peak_flops": 1e3}, "compute"),
-        ({"memory_bandwidth": 1e-3}, "memory"),
-        ({"interconnect": 1e-6}, "interconnect"),
-        ({"memory": 340}, "compute"),
-        ({"memory": 339}, "compute"),
-    ],
+    "chip",
+    [{"peak_flops": 1e3}, {"memory_bandwidth": 1e-3}, {"memory": 340}, {"memory": 339}],
 )
-def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
+def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
     chip = dataclasses.replace(CHIPS["v5e"], **{"peak_flops": 1e5, **chip})
-    steps = types.SimpleNamespace(as_text=lambda: PROGRAM)
     monkeypatch.setattr(ahead, "topology", lambda on: (chip, jax.devices()[:4]))
-    monkeypatch.setattr(ahead, "compile_steps", lambda config: steps)
+    monkeypatch.setattr(ahead, "compile_steps", lambda config: types.SimpleNamespace())
     monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
 
     def decide(config, machine):
@@ -194,7 +188,6 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     step = compile_ahead(config, "v5e:2x2")
 
     assert step.micro_batches == 2
-    assert step.bound == bound
     assert step.fits == (chip.memory >= 340)
     # forward and backward of every token; attention's two products over all 128 positions
     tokens = 16 * 128
@@ -203,8 +196,6 @@ def test_what_bounds_a_step_by_hand(chip, bound, monkeypatch):
     assert step.flops == flops
     assert step.compute_seconds == flops / chip.peak_flops
     assert step.memory_seconds == 2 * 340 / chip.memory_bandwidth  # read, and written
-    sent = sum(size for _, size in collectives(PROGRAM))
-    assert step.interconnect_seconds == sent / chip.interconnect
 
 
 def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
@@ -217,29 +208,22 @@ def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
 def test_here_a_step_is_compiled_as_for_others(monkeypatch):
     """On the devices of this machine, whose program has the collectives of any."""
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    step = compile_ahead(dataclasses.replace(CONFIG, mesh=None), "v5e:2x2")
+    with benchmark.compiled_text() as texts:
+        step = compile_ahead(dataclasses.replace(CONFIG, mesh=None), "v5e:2x2")
     assert (step.mesh, step.chips, step.fits) == ("data=4", 4, True)
-    (reduced,) = step.collectives
+    (reduced,) = sum_by_kind(texts[-1])
     assert reduced.kind == "all-reduce"
     # the gradients in float32, sent twice but for a quarter
     gradients = 4 * (PARAMETERS + NORMS)
     assert gradients * 3 / 2 <= reduced.sent < gradients * 1.6
 
 
-def compiled(on: str, package: str, monkeypatch) -> tuple[CompiledStep, str]:
+def compiled(on: str, package: str) -> tuple[CompiledStep, str]:
     """CONFIG's step for chips, and its program."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"compiling for {on} needs {package}: make test-ahead installs it")
-    texts = []
-    compile_steps = ahead.compile_steps
-
-    def kept(config):
-        steps = compile_steps(config)
-        texts.append(steps.as_text())
-        return steps
-
-    monkeypatch.setattr(ahead, "compile_steps", kept)
-    return compile_ahead(CONFIG, on), texts[0]
+    with benchmark.compiled_text() as texts:
+        return compile_ahead(CONFIG, on), texts[0]
 
 
 @contextlib.contextmanager
@@ -275,9 +259,9 @@ def products(text: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "package"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_plugins")])
-def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
+def test_a_step_for_chips(on, package, tmp_path):
     with caching_in(tmp_path):
-        step, text = compiled(on, package, monkeypatch)
+        step, text = compiled(on, package)
         assert jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
 
     assert list(tmp_path.iterdir()) == []  # from where the program for a TPU could not be read
@@ -295,15 +279,7 @@ def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
     assert step.compute_seconds == step.flops / step.chip.peak_flops
     kept = step.memory.state + step.memory.working
     assert step.memory_seconds == 2 * kept / step.chip.memory_bandwidth
-    sent = {collective.kind: collective.sent for collective in step.collectives}
-    all_sent = sum(collective.sent for collective in step.collectives)
-    assert step.interconnect_seconds == all_sent / step.chip.interconnect
-    seconds = {
-        "compute": step.compute_seconds,
-        "memory": step.memory_seconds,
-        "interconnect": step.interconnect_seconds,
-    }
-    assert seconds[step.bound] == max(seconds.values())
+    sent = {collective.kind: collective.sent for collective in sum_by_kind(text)}
 
     assert "bf16" in products(text)
     # each matrix is gathered in 16 bits, forward and backward
@@ -312,7 +288,10 @@ def test_a_step_for_chips(on, package, monkeypatch, tmp_path):
     assert sent["all-gather"] < 2 * gathered
     if on.startswith("h100"):
         assert step.chip.platform == Platform("gpu", 9.0)
-        assert step.kernels[:2] == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+        assert tuple(benchmark.kernels(text)[:2]) == (
+            "__cudnn$fmhaSoftmax",
+            "__cudnn$fmhaSoftmaxBackward",
+        )
         assert sent["reduce-scatter"] >= 4 * MATRICES * 3 // 4
 
 

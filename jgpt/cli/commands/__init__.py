@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from jgpt.cli.arguments import Lines
 from jgpt.cli.commands import (
-    attention,
     chat,
     eval_,
     export,
@@ -15,10 +14,8 @@ from jgpt.cli.commands import (
     info,
     look,
     new,
-    plan,
     plot,
     prepare,
-    presets,
     sample,
     shapes,
     train,
@@ -26,19 +23,16 @@ from jgpt.cli.commands import (
 
 COMMANDS: dict[str, Callable[..., Lines | None]] = {
     "train": train.train,
-    "plan": plan.plan,
     "sample": sample.sample,
     "chat": chat.chat,
     "eval": eval_.eval_,
     "info": info.info,
     "shapes": shapes.shapes,
     "plot": plot.plot,
-    "attention": attention.attention,
     "look": look.look,
     "new": new.new,
     "prepare": prepare.prepare,
     "import": import_.import_,
     "export": export.export,
-    "presets": presets.presets,
 }
 """In the order of the help."""

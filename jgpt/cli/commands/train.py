@@ -1,16 +1,17 @@
 """`jgpt train`: train a GPT, in one process or in several."""
 
+import dataclasses
 import os
 import sys
 import time
+from json import dumps
 from typing import NoReturn
 
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, code_options, options_to_load, shell_command
-from jgpt.cli.commands.plan import plan
 from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, ProcessOptions, RunOptions, in_options
-from jgpt.cli.terminal import on_one_line, open_console
+from jgpt.cli.terminal import on_one_line, open_console, spinner
 from jgpt.config import TrainConfig
 
 
@@ -18,11 +19,11 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
     """Train a GPT."""
     began = time.perf_counter()
     if options.dry_run:
-        return plan(config, options, where)
+        return _dry_run(config, options, where)
     if options.on is not None:
         raise OptionError(f"--on {options.on} compiles for other hardware: it needs --dry-run")
     if options.json:
-        raise OptionError("--json is for a plan: it needs --dry-run")
+        raise OptionError("--json prints what --dry-run finds: give --dry-run, too")
     if options.page and where != ProcessOptions():
         raise OptionError("--page is for training in one process: use jgpt look RUN")
     if where == ProcessOptions():
@@ -37,6 +38,41 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
 
     with joined(*addresses, _leave), source_shown(config):
         return _train(config, options, began)
+
+
+def _dry_run(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
+    """What the run takes, here or on other chips."""
+    if where != ProcessOptions():
+        raise OptionError("--dry-run is for one process: leave out --distributed and --coordinator")
+    if options.on is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
+        if "jax" in sys.modules:  # a custom model imported it
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
+    with terminal.importing():
+        from jgpt.cli import console, report
+        from jgpt.fitting.fit import plan
+        from jgpt.training.ahead import compile_ahead
+
+    if options.on is None:
+        screen = open_console(stderr=options.json)
+        shown = console.ConsoleProgress(screen, "reading the data")
+        with source_shown(config), shown as progress:
+            planned = plan(
+                config,
+                initial=options.initial,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                progress=progress,
+            )
+        lines = report.describe(planned)
+    else:
+        doing = f"compiling for {options.on}, which takes minutes"
+        with spinner(open_console(stderr=True), doing):
+            planned = compile_ahead(config, options.on)
+        lines = report.describe_ahead(planned)
+    if options.json:
+        return [dumps(dataclasses.asdict(planned), default=str)]
+    return lines
 
 
 def _leave(message: str) -> NoReturn:
@@ -70,7 +106,6 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 overwrite=options.overwrite,
                 progress=progress,
                 should_stop=lambda: bool(codes) or progress.reader_left,
-                profile_steps=options.profile,
             )
         except StoppedBeforeTraining:
             sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
