@@ -8,34 +8,11 @@ import lazy_loader
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-_SUCCESSORS = {
-    "LEGEND": "jgpt.words.LEGEND",
-    "Platform": "jgpt.hardware.Platform",
-    "Progress": "jgpt.fitting.progress.Progress",
-    "Proof": "jgpt.shapes.proofs.Proof",
-    "Run": "jgpt.fitting.fit.Run",
-    "ShapeTrace": "jgpt.shapes.trace.ShapeTrace",
-    "TypedCall": "jgpt.shapes.calls.TypedCall",
-    "create_model": "jgpt.nn.models.create_model",
-    "current_platform": "jgpt.hardware.current_platform",
-    "for_platform": "jgpt.nn.precision.for_platform",
-    "load_gpt2": "jgpt.load_hf",
-    "next_token_loss": "jgpt.training.objective.next_token_loss",
-    "record": "jgpt.shapes.contract.record",
-    "save_gpt2": "jgpt.save_hf",
-    "stream_text": "jgpt.generation.text.stream_text",
-    "with_int8_weights": "jgpt.nn.int8.with_int8_weights",
-}
-"""Names that were here, and where what they named is now."""
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version  # takes as long as all else here
 
         return version("jgpt")
-    if name in _SUCCESSORS:
-        raise AttributeError(f"jgpt has no attribute {name!r}: it is {_SUCCESSORS[name]} now")
     if name not in __all__:
         from jgpt.words import did_you_mean
 

@@ -6,7 +6,7 @@ Attribute docstrings are the command line's help. Nothing here imports jax.
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from jgpt.fields import (
     DECAY_RATE,
@@ -62,8 +62,6 @@ DecayRate = Annotated[float, DECAY_RATE]
 @dataclass(frozen=True)
 class ModelConfig(Fields):
     """The model. Families of GPT differ only by values of these fields."""
-
-    older_names: ClassVar[dict[str, str]] = {"rematerialise": "remat"}
 
     architecture: Literal["gpt", "bigram"] = "gpt"
     """A GPT, or a bigram model: a table of next-token logits, whose only size is vocab_size."""
@@ -262,9 +260,6 @@ class OptimizerConfig(Fields):
 class DataConfig(Fields):
     """The data and its tokenizer."""
 
-    # before this field, newlines were kept as they are in the text
-    of_older_files: ClassVar[dict[str, Any]] = {"universal_newlines": False}
-
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, files and folders of text, JSON lines, CSV or Parquet, or
     tokens: a .npy or .bin file, or a folder that `jgpt prepare` or nanoGPT's prepare.py wrote. With
@@ -325,9 +320,6 @@ class DataConfig(Fields):
 @dataclass(frozen=True)
 class TrainConfig(Fields):
     """A training run. The same config on the same machine gives the same run."""
-
-    # before this field, each evaluation was of the whole split
-    of_older_files: ClassVar[dict[str, Any]] = {"eval_tokens": None}
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""

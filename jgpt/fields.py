@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
 from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
@@ -148,12 +148,6 @@ class Fields:
     Raises UnknownField, with a suggestion, where a plain dataclass would raise a TypeError.
     """
 
-    of_older_files: ClassVar[dict[str, Any]] = {}
-    """The values of fields missing in older files, where they differ from the defaults."""
-
-    older_names: ClassVar[dict[str, str]] = {}
-    """The older names of fields, with their current names."""
-
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Raise UnknownField for a name that is not a field."""
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -179,7 +173,7 @@ class Code(Fields):
     """The fields of a custom config class that `ModelConfig` lacks."""
     modules: tuple[tuple[str, str], ...] = ()
     """The files in the same folder that the file imports, directly or through others, each with its
-    SHA-256. Runs from before this record have none."""
+    SHA-256."""
 
     @property
     def named(self) -> str:
@@ -342,10 +336,7 @@ def _from_dict(kind: type[Config], values: Any) -> Config:
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} must be an object, not {type(values).__name__}")
     hints = {name: hint for name, (hint, _) in _hints(kind).items()}
-    # A part of a custom config may be a plain dataclass, which has neither.
-    fields = dict(getattr(kind, "of_older_files", {}))
-    older_names = getattr(kind, "older_names", {})
-    values = {older_names.get(name, name): value for name, value in values.items()}
+    fields: dict[str, Any] = {}
     for name in code_fields(kind):
         recorded = values.get(name)
         if not isinstance(recorded, dict):
@@ -377,7 +368,7 @@ def _code_from_dict(recorded: dict[str, Any], others: dict[str, Any]) -> Code:
     fields = []
     for name, value in others.items():
         fields.append((name, _as_tuple(value)))
-    modules = dict(recorded.get("modules", {}))  # older runs have none
+    modules = recorded.get("modules", {})
     values = dict(recorded)
     values["fields"] = tuple(fields)
     values["modules"] = tuple(modules.items())

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import traceback
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
@@ -27,11 +26,10 @@ from jgpt import (
     preset,
 )
 from jgpt.data.dataset import load_dataset
-from jgpt.fields import Code, UnknownField, from_json, to_json
+from jgpt.fields import UnknownField, from_json, to_json
 from jgpt.fitting.trackers import require_tracker
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
-from jgpt.runs.directory import read_config
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import abstract_state
 from jgpt.training.step import make_train_steps
@@ -318,24 +316,6 @@ def test_damaged_json_is_rejected(text, message):
         from_json(TrainConfig, text)
 
 
-def test_a_file_from_before_universal_newlines_keeps_its_text():
-    """What a new config says by default would change the text of an old run."""
-    assert DataConfig().universal_newlines
-    old = from_json(TrainConfig, '{"dataset": {"data": ["a.txt"]}}')
-    assert old.dataset == DataConfig(data=("a.txt",), universal_newlines=False)
-    assert from_json(TrainConfig, to_json(old)) == old
-
-
-def test_a_file_from_before_eval_tokens_could_be_auto_evaluates_all_targets():
-    """Without the field or with null, as runs of then have it. A new config says auto."""
-    assert TrainConfig().eval_tokens == "auto"
-    for old in ("{}", '{"eval_tokens": null}'):
-        assert from_json(TrainConfig, old) == dataclasses.replace(TrainConfig(), eval_tokens=None)
-    for value in ("auto", None, 4321):
-        config = TrainConfig(eval_tokens=value)
-        assert from_json(TrainConfig, to_json(config)) == config
-
-
 def test_json_is_one_field_a_line_for_people():
     lines = to_json(TrainConfig(steps=77)).splitlines()
     assert '  "steps": 77,' in lines
@@ -436,42 +416,3 @@ def test_a_word_without_a_case_is_rejected_by_the_file_to_add_it_in(
         use(config)
     *_, match, _ = traceback.extract_tb(caught.tb)  # the last is assert_never itself
     assert match.filename.endswith(f"jgpt/{file}")
-
-
-def test_a_file_with_an_older_name_of_a_field_is_read():
-    text = to_json(ModelConfig(remat=True)).replace('"remat"', '"rematerialise"')
-
-    assert "rematerialise" in text
-    assert from_json(ModelConfig, text) == ModelConfig(remat=True)
-
-
-def test_a_config_file_from_before_two_changes_is_read_as_what_it_meant():
-    """It says `rematerialise`, and null where all of a split was evaluated."""
-    config = read_config(Path(__file__).parent / "older_config.json")
-
-    best = preset("shakespeare-best")
-    model = dataclasses.replace(best.model, vocab_size=65, remat=True, activation_dtype="bfloat16")
-    assert config == dataclasses.replace(
-        best,
-        model=model,
-        out="runs/older",
-        mesh="data=2,tensor=2",
-        seed=7,
-        eval_tokens=None,
-    )
-
-
-def test_an_older_name_beside_a_record_of_code_is_not_taken_for_a_field_of_that_code():
-    """A run of a custom model has fields that only the user's class knows, and older names too."""
-    code = Code("Mine", "mine.py", "0" * 64, fields=(("experts", 3),))
-    text = to_json(ModelConfig(remat=True, make=code)).replace('"remat"', '"rematerialise"')
-
-    read = from_json(ModelConfig, text)
-
-    assert read.remat
-    assert read.make == code
-
-
-def test_the_older_name_of_a_field_names_the_newer_one():
-    with pytest.raises(UnknownField, match=r"no field 'rematerialise' \(did you mean 'remat'"):
-        ModelConfig(rematerialise=True)  # type: ignore[call-arg]

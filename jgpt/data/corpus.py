@@ -205,14 +205,13 @@ def last_split_point(text: str) -> int:
     return max(space, 0)
 
 
-def source_files(sources: Sequence[str], *, earlier: bool = False) -> list[tuple[str, int, int]]:
-    """Return the path, size and modification time of each file; `earlier` is as in
-    `read_blocks`."""
+def source_files(sources: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return the path, size and modification time of each file."""
     files = []
     for source in sources:
         if source == "pydocs":  # This corpus is a Python module and has no file.
             continue
-        for path in _files(source, earlier=earlier):
+        for path in _files(source):
             status = path.stat()
             files.append((str(path), status.st_size, status.st_mtime_ns))
     return files
@@ -225,8 +224,6 @@ def read_blocks(
     universal_newlines: bool = True,
     field: str = "text",
     separator: str = "\n",
-    plain: bool = False,
-    earlier: bool = False,
     warn: Warn = lambda message: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
@@ -234,11 +231,9 @@ def read_blocks(
 
     With `universal_newlines`, CR LF and CR become newlines, a file's byte-order mark is dropped,
     and one warning says so. For tables, JSON lines and Parquet, each document is the text in
-    `field`, followed by `separator`; documents that are empty or null are skipped. Two options read
-    folders as earlier versions did, so that old runs find their text: `earlier` includes hidden
-    files and excludes code; `plain` reads only .txt files, and reads any file that is named as
-    text. `advance` is called with the number of bytes read. Raises ValueError for a file that is
-    empty, damaged or not text.
+    `field`, followed by `separator`; documents that are empty or null are skipped. `advance` is
+    called with the number of bytes read. Raises ValueError for a file that is empty, damaged or
+    not text.
     """
     changed = []
     for source in sources:
@@ -247,11 +242,8 @@ def read_blocks(
         if source == "pydocs":
             yield python_reference()
             continue
-        for path in _files(source, plain=plain, earlier=earlier, warn=warn):
-            suffix = ""
-            compression = ""
-            if not plain:
-                suffix, compression = _suffixes(path)
+        for path in _files(source, warn):
+            suffix, compression = _suffixes(path)
             if suffix in NOT_TEXT:
                 raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
@@ -361,13 +353,7 @@ def _wrong_checksum(data: bytes) -> str:
     return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…"
 
 
-def _files(
-    source: str,
-    *,
-    plain: bool = False,
-    earlier: bool = False,
-    warn: Warn = lambda message: None,
-) -> list[Path]:
+def _files(source: str, warn: Warn = lambda message: None) -> list[Path]:
     """Return the files of a source; a warning names the files of a folder that are skipped."""
     if source == "shakespeare":
         return [shakespeare_file(warn)]
@@ -376,12 +362,6 @@ def _files(
         raise FileNotFoundError(_why_missing(path, source))
     if not path.is_dir():
         return [path]
-    if plain:
-        wanted = (".txt",)
-    elif earlier:
-        wanted = TEXTS
-    else:
-        wanted = TEXTS + CODE
     runs = _run_directories(path)
     files = []
     skipped: Counter[str] = Counter()
@@ -389,15 +369,12 @@ def _files(
     for file in sorted(path.glob("**/*")):
         if not file.is_file():
             continue
-        if plain:
-            suffix = file.suffix
-        else:
-            suffix, _ = _suffixes(file)
-        if not (plain or earlier) and _is_hidden(file.relative_to(path)):
+        suffix, _ = _suffixes(file)
+        if _is_hidden(file.relative_to(path)):
             skipped["hidden"] += 1
         elif not runs.isdisjoint(file.parents):
             skipped["of runs"] += 1
-        elif suffix not in wanted:
+        elif suffix not in TEXTS + CODE:
             skipped[suffix or "without a suffix"] += 1
         else:
             files.append(file)

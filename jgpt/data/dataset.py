@@ -91,7 +91,7 @@ class KnownText:
     tokens_digest: str
     """SHA-256 of all tokens."""
     digest: str | None
-    """SHA-256 of the text; None for prepared data, which has only tokens, and in old runs."""
+    """SHA-256 of the text; None for prepared data, which has only tokens."""
     versions: dict[str, str]
     """The versions of the corpora in the text."""
     sources: tuple[str, ...] = field(default=(), compare=False)
@@ -705,22 +705,8 @@ def _read(
     warn: Warn,
     progress: Callable[[float], None],
 ) -> _Text:
-    """Read a text. Raises ValueError if it is not the known one.
-
-    If the files as earlier versions read them give the known text, they are read that way.
-    """
+    """Read a text. Raises ValueError if it is not the known one."""
     options = _read_options(config, tokenizer)
-    if known is not None and known.digest is not None:
-        for version in ({}, {"earlier": True}, {"plain": True}):
-            # Warnings are kept back, since those of a failed attempt are useless to the user.
-            warnings: list[str] = []
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                text = _read_once(config.data, options | version, warnings.append, progress)
-                if text.digest == known.digest:
-                    for line in warnings:
-                        warn(line)
-                    return text
-    # This reads a new text, or a changed text once more, to raise the error that says so.
     try:
         text = _read_once(config.data, options, warn, progress)
     except FileNotFoundError as error:

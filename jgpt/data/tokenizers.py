@@ -48,8 +48,6 @@ CHARACTERS_AT_ONCE = 1 << 18
 """The number of characters encoded at once, since code points take four bytes each."""
 CONTEXT = 256
 """The number of characters before a part of a text that are encoded with it as context."""
-UNUSED_BYTE = "<0xFF>"
-"""The name of byte 255 as a special token."""
 _UNUSED_LETTER = "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"
 """The letter that stands for byte 255 in the byte-level alphabet."""
 _SHORT = reprlib.Repr()
@@ -547,31 +545,12 @@ class BPETokenizer:
         """Return the tokenizer of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
-    def with_special_token(self) -> "BPETokenizer":
-        """Return a copy with byte 255 as a special token, if there is no special token.
-
-        Byte-pairs that earlier versions trained have no special token, which programs that read an
-        export need. An additional token would have no embedding, and no text has byte 255.
-        """
-        values = json.loads(self._backend.to_str())
-        if values["added_tokens"]:
-            return self
-        if values["pre_tokenizer"] != _byte_level_json()["pre_tokenizer"]:
-            return self
-        if _UNUSED_LETTER not in values["model"]["vocab"]:
-            return self
-        if any(_UNUSED_LETTER in "".join(pair) for pair in values["model"]["merges"]):
-            return self
-        backend = _with_unused_byte_named(self._backend, UNUSED_BYTE)
-        return BPETokenizer(backend, vocab_size=self.vocab_size)
-
     @property
     def special_token(self) -> str | None:
         """The special token that ends a text for programs that read an export, or None."""
-        for name in (END_OF_TEXT, UNUSED_BYTE):
-            if self._backend.token_to_id(name) is not None:
-                return name
-        return None
+        if self._backend.token_to_id(END_OF_TEXT) is None:
+            return None
+        return END_OF_TEXT
 
     def token_of(self, text: str) -> int | None:
         """Return the token with this text, which may be special, or None."""
@@ -820,7 +799,6 @@ class BPETokenizer:
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON, which contains the library's own JSON."""
-        # Runs from before `encode` added special tokens lack the field, and continue without them.
         adds = ""
         if self.adds_special_tokens:
             adds = '"adds_special_tokens": true, '

@@ -34,15 +34,12 @@ from jgpt.fitting.resume import (
     fields_of,
     require_same_run,
     resume_evaluations,
-    without_ignored_average,
 )
 from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
 from jgpt.hardware import Machine, process_count
 from jgpt.nn.models import LanguageModel
 from jgpt.refusal import Field, Message
-from jgpt.runs.checkpoints import has_average
-from jgpt.runs.directory import CHECKPOINTS
 from jgpt.runs.provenance import provenance
 from jgpt.runs.target import SavedRun, Target
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
@@ -92,7 +89,6 @@ def prepare(
     for name in config.trackers:
         require_tracker(name)
     _require_custom_code(config, target.saved)
-    config = _with_newlines_of(target.saved, config)
     weights = read_initial(initial, config)
     if isinstance(initial, (str, Path)) and target.saved is None:
         _require_other_run(Path(initial), target.path)
@@ -153,17 +149,6 @@ def _require_custom_code(config: TrainConfig, saved: SavedRun | None) -> None:
             make = custom_code(saved.config)[part]
         if make is not None:
             require_code(make, part)
-
-
-def _with_newlines_of(saved: SavedRun | None, config: TrainConfig) -> TrainConfig:
-    """Set `universal_newlines` in a config as when the run began.
-
-    Runs from before this option kept every CR, so their text would change without it.
-    """
-    universal = config.dataset.universal_newlines
-    if saved is not None:
-        universal = universal and saved.config.dataset.universal_newlines
-    return replace(config, dataset=replace(config.dataset, universal_newlines=universal))
 
 
 def _require_other_run(initial: Path, out: Path) -> None:
@@ -276,10 +261,6 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
         warn(line)
     # A run records the name of its code but loads none, so the code of this start replaces it.
     saved_config = with_code(saved.config, **custom_code(recorded))
-    if saved.checkpoints:
-        last = saved.path / CHECKPOINTS / str(saved.checkpoints[-1])
-        if not has_average(last):
-            saved_config = without_ignored_average(saved_config, recorded)
     text_is_known = saved.text is not None
     require_same_run(saved_config, recorded, saved.checkpoints, text_is_known=text_is_known)
     # Of an imported run, other fields of the data may differ.

@@ -108,29 +108,6 @@ def _require_equal_fields(saved: TrainConfig, config: TrainConfig, may_differ: s
         )
 
 
-def without_ignored_average(saved: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """Return the config as a run was trained, if its checkpoints have no average of weights.
-
-    Earlier versions ignored `ema_decay` with a custom optimizer. Raises ValueError if the run is to
-    be resumed with an average.
-    """
-    decay = saved.optimizer.ema_decay
-    if decay == 0 or saved.optimizer.make is None:
-        return saved
-    if config.optimizer.ema_decay == decay:
-        raise ValueError(
-            Message(
-                Field("ema_decay", decay),
-                f" of {config.out} can't be resumed: it had no effect with a custom optimizer when "
-                "the run was trained, so its checkpoints have no average of weights. Give ",
-                Field("ema_decay", 0),
-                " to continue the run as it was trained",
-            )
-        )
-    optimizer = dataclasses.replace(saved.optimizer, ema_decay=0.0)
-    return dataclasses.replace(saved, optimizer=optimizer)
-
-
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a config's fields, including nested ones, but not custom
     code."""
@@ -243,9 +220,8 @@ def resume_evaluations(
     if recorded is not None and saved.eval_tokens == config.eval_tokens == "auto":
         same_targets, _ = recorded
     evaluations = plan_evaluations(config, validation_tokens, targets=same_targets)
-    if recorded is None:  # a run from before targets were recorded
-        previous = plan_evaluations(saved, validation_tokens)
-        recorded = (previous.targets, previous.spread)
+    if recorded is None:  # an imported run, of which nothing was evaluated
+        return evaluations, None
     targets, spread = recorded
     if (targets, spread) == (evaluations.targets, evaluations.spread):
         same = dataclasses.replace(evaluations, comparable_after=comparable_after(lines))

@@ -27,7 +27,6 @@ from jgpt.interop.names import (
 from jgpt.interop.text_files import (
     GENERATION,
     HF_CONFIG,
-    TOKENIZER_CONFIG,
     TextFiles,
     parse_text_file,
     read_text_files,
@@ -116,9 +115,6 @@ def save_hf(
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))
-    # Programs that read an export need a special token that ends a text.
-    if isinstance(tokenizer, BPETokenizer) and TOKENIZER_CONFIG not in files:
-        tokenizer = tokenizer.with_special_token()
     config = _config_to_write(model, tokenizer, files, model_type, zero_biases)
     generation = parse_text_file(files, GENERATION)
     with_embedding = without_tokens_past(generation, model.vocab_size)

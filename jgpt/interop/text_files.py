@@ -206,8 +206,7 @@ def delete_text_files(directory: Path) -> None:
 def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return a config without special tokens for which a model of this vocabulary has no embedding.
 
-    Runs that an earlier version imported lack the padding of a vocabulary, and a config may name a
-    token in it.
+    A config may name a token in the padding of a vocabulary.
     """
     kept = {}
     for name, value in values.items():

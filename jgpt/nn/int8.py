@@ -69,7 +69,6 @@ def quantise(
     return rounded.astype(jnp.int8), scale
 
 
-@typed
 def with_int8_weights(model: LanguageModel) -> GPT:
     """Return a copy of a GPT for decoding, with its linear layers and head in int8.
 

@@ -12,7 +12,6 @@ from jgpt.nn.bigram import BigramLM
 from jgpt.nn.cache import KVCache
 from jgpt.nn.transformer import GPT
 from jgpt.parallel.rules import Dimensions, dimensions_of
-from jgpt.shapes.contract import typed
 from jgpt.user_code import require_code
 
 Weights = PyTree[Float[Array, "..."]]
@@ -89,7 +88,6 @@ class GatheredHead(Protocol):
         ...
 
 
-@typed
 def create_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """Make the model that a config describes.
 

@@ -12,7 +12,6 @@ from jgpt.hardware import Platform
 from jgpt.shapes.contract import typed
 
 
-@typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     """Return the config with each `auto` decided for a platform.
 

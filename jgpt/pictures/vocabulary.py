@@ -186,8 +186,6 @@ def _tokens_of_merges(vocabulary: dict[str, int], merges: list[Any]) -> dict[tup
     """Return the token that each pair of tokens is merged into; earlier pairs are merged first."""
     token_of_pair: dict[tuple[int, int], int] = {}
     for merge in merges:
-        if isinstance(merge, str):  # as older versions of the library write it
-            merge = merge.split(" ")
         left, right = merge
         if left == "" or right == "":
             raise Untranslatable("a merge has an empty part")

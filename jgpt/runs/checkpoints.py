@@ -579,12 +579,6 @@ def _is_large_on_cpu(state: TrainState) -> bool:
     return sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
 
 
-def has_average(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's weights are an average, in which case it has the trained ones,
-    too."""
-    return any((checkpoint / "optimizer").glob("trained.*"))
-
-
 def _require_plausible(directory: Path, largest: dict[str, int]) -> None:
     """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
 

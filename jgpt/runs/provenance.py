@@ -49,29 +49,18 @@ def provenance(
 
 
 def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
-    """Return the text of the first start that recorded it."""
-    # The tokens of the first start, which a resumed run must have even if later lines differ.
-    tokens_digest = None
+    """Return the text of the first start, or None for a run that was imported and not trained."""
+    # A resumed run must have the first start's tokens, whatever later lines say.
     for line in lines:
         if "corpus_sha256" in line:
-            tokens_digest = str(line["corpus_sha256"])
-            break
-    if tokens_digest is None:
-        return None
-    # A run that an earlier version began has lines without the text before those with it.
-    for line in lines:
-        match line:
-            case {"corpus_sha256": _, "text_sha256": str(digest), "corpora": dict(corpora)}:
-                versions = {str(corpus): str(version) for corpus, version in corpora.items()}
-                return KnownText(tokens_digest, digest, versions)
-    return KnownText(tokens_digest, None, {})  # earlier versions recorded only the tokens
+            return KnownText(line["corpus_sha256"], line["text_sha256"], line["corpora"])
+    return None
 
 
 def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
     """Return the number of micro-batches in the last start that recorded it."""
     for line in reversed(lines):
         count = line.get("micro_batches")
-        # a line may be damaged, or written by a version that didn't record it
         if isinstance(count, int):
             return count
     return None
@@ -80,7 +69,7 @@ def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
 def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
     """Return the number of targets of the last start's evaluations, and whether they are spread.
 
-    None for runs from before this was recorded.
+    None for a run that was imported and not trained.
     """
     # The last start, since a resumed run may have been given other `eval_tokens`.
     for line in reversed(lines):

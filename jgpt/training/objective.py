@@ -41,7 +41,6 @@ Objective = Callable[[LanguageModel, Batch, nnx.Rngs | None], Float[Array, ""] |
 """A function of the model, the batch and the random keys of a step, whose stream is `dropout`."""
 
 
-@typed
 def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = None) -> Loss:
     """Return the cross-entropy of a batch, the built-in objective, to which terms can be added.
 

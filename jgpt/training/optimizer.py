@@ -173,7 +173,7 @@ def _custom(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if clip is not None:
-            # optax.chain would make the state a pair, but earlier runs saved the optimizer's own.
+            # optax.chain would make the state a pair; a checkpoint has the optimizer's own.
             updates, _ = clip.update(updates, clip.init(params), params)
         with _failing_in_one_line():
             changes, next_state = optimizer.update(updates, state, params, **extra)

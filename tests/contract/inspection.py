@@ -179,16 +179,12 @@ def must_be_checked(package: ModuleType, name: str, function: Any) -> bool:
 def violations(package: ModuleType, legend: set[str]) -> list[str]:
     """What is wrong, each with what to do about it."""
     found = []
-    # users call these too: an argument of another type is an error of theirs
-    public_in_modules = set(vars(package).get("_SUCCESSORS", {}).values())
     for module in modules(package):
         if module.__name__ in CONTRACT:
             continue
         for name, function in callables(module):
             if must_be_checked(package, name, function):
                 found += _violations_of(name, function)
-            elif name in public_in_modules:
-                continue
             elif getattr(function, "__shape_checked__", False) and not takes_sizes(function):
                 found.append(f"{name} has neither arrays nor sizes: pyright is enough for it")
         found += _nested_violations(module)

@@ -15,7 +15,7 @@ import tokenizers
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import corpus
 from jgpt.data.corpus import read_text, text_chunks
-from jgpt.data.dataset import KnownText, load_dataset, prepare
+from jgpt.data.dataset import load_dataset, prepare
 from tests.data.files import write
 
 RECORDS = [
@@ -270,13 +270,9 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     said = []
 
     read = read_text([folder, last, last], warn=said.append)
-    read_as_plain = read_text([folder], plain=True)
-    read_as_earlier = read_text([folder], earlier=True)
 
     assert read == "one two\nthree four six sevenfivelastlastlast"
     assert said == [f"{folder}: 8 files are read, and 1 .json skipped"]
-    assert read_as_plain == "three six seven"
-    assert read_as_earlier == "one two\nthree six sevenfivelast"
 
     # a folder of code is read as its files are
     code = write(tmp_path / "code", "a.PY", "x = 1\n")
@@ -402,42 +398,6 @@ def test_the_end_of_text_may_be_token_0(tmp_path):
     dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
 
     assert tokenizer.decode(dataset.train[:9]) == "Tobe<|endoftext|>not<|endoftext|>"
-
-
-def test_a_run_of_an_earlier_version_finds_its_text_again(tmp_path):
-    """It read every file as text, and only .txt in folders."""
-    folder = tmp_path / "notes"
-    config = DataConfig((str(folder),))
-    write(folder, "a.txt", "abc" * 9)
-    old = load_dataset(config, 1)
-    write(folder, "b.md", "d" * 9)
-
-    old_again = load_dataset(config, 1, tokenizer=old.tokenizer, known=old.text)
-    new = load_dataset(config, 1)
-    new_again = load_dataset(config, 1, tokenizer=new.tokenizer, known=new.text)
-
-    assert old_again.text == old.text
-    assert new.tokenizer.decode([3]) == "d"
-    assert new_again.text == new.text
-
-
-def test_a_run_of_hidden_files_finds_its_text_again(tmp_path):
-    """Versions before this one read hidden files, and no code in folders."""
-    folder = tmp_path / "notes"
-    config = DataConfig((str(folder),))
-    write(folder, "a.md", "abc" * 9)
-    write(folder, ".draft.md", "dab" * 9)
-    text = "dab" * 9 + "abc" * 9
-    letters = CharTokenizer("abcd")
-    tokens = letters.encode(text)
-    known = KnownText(tokens_digest_of(tokens), digest_of(text), {})
-    write(folder, "c.py", "e" * 9)
-
-    old = load_dataset(config, 1, tokenizer=letters, known=known)
-    new = load_dataset(config, 1)
-
-    assert old.text == known
-    assert new.tokenizer.decode(range(4)) == "abce"
 
 
 def digest_of(text):

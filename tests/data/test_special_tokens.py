@@ -14,9 +14,7 @@ from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.tokenizers import (
     encode_each,
-    is_same_vocabulary,
     text_of_token,
-    tokenizer_from_json,
 )
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
@@ -143,23 +141,6 @@ def test_a_post_processor_of_another_kind_is_read_too():
     # a post-processor that adds nothing
     backend.post_processor = tk.processors.ByteLevel()
     assert BPETokenizer.from_hf(json.loads(backend.to_str())).begin == ()
-
-
-def test_a_run_from_before_goes_on_without_them(tokenizer, backend):
-    """Its file has the post-processor, but not the field that says whether it was heeded."""
-    new = json.loads(tokenizer.to_json())
-    assert new["adds_special_tokens"] is True
-    again = tokenizer_from_json(tokenizer.to_json())
-    assert again.encode("hello").tolist() == tokenizer.encode("hello").tolist()
-    assert again.to_json() == tokenizer.to_json()
-
-    written = f'{{"type": "bpe", "tokenizer": {backend.to_str()}}}'  # as it was until now
-    earlier = tokenizer_from_json(written)
-    assert earlier.begin == ()
-    assert earlier.encode("hello").tolist() == tokenizer.encode_part("hello").tolist()
-    assert json.loads(earlier.to_json()) == json.loads(written)
-    assert is_same_vocabulary(earlier, tokenizer)
-    assert not is_same_vocabulary(earlier, BPETokenizer.train([TEXT], 300))
 
 
 def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):

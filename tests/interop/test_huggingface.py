@@ -72,14 +72,6 @@ def change(path, **fields):
     path.write_text(json.dumps({**values, **fields}))
 
 
-def earlier_byte_pairs(vocab_size=263):
-    """Byte-pairs as earlier versions trained them, without a special token."""
-    trained = json.loads(jgpt.BPETokenizer.train([TEXT], vocab_size).to_json())["tokenizer"]
-    vocabulary = trained["model"]["vocab"]
-    vocabulary["ÿ"] = vocabulary.pop("<|endoftext|>")
-    return jgpt.BPETokenizer.from_hf({**trained, "added_tokens": []})
-
-
 TEXT = "abcdefghijklmnop\n" * 40
 
 
@@ -91,15 +83,11 @@ def exported_json(model, folder, name, **options):
 def test_a_special_token_begins_and_ends_a_text_for_other_programs(tmp_path):
     """It is inside the model's vocabulary, and named only where the tokenizer has one."""
     trained = jgpt.BPETokenizer.train([TEXT], 263)
-    earlier = earlier_byte_pairs()
-    assert trained.vocab_size == earlier.vocab_size == 263
-    assert np.array_equal(trained.encode(TEXT), earlier.encode(TEXT))
     end = trained.end_of_text
 
     for number, (tokenizer, name, token) in enumerate(
         (
             (trained, "<|endoftext|>", end),
-            (earlier, "<0xFF>", end),
             (jgpt.ByteTokenizer(), None, None),
             (jgpt.CharTokenizer.from_text(TEXT), None, None),
         )

@@ -552,8 +552,6 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(run_by_file):
     assert "training memory" in worked("info", "r", *OF_FILES, cwd=folder)
     worked("look", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
     worked("plot", "r", cwd=folder)
-    said = refused("attention", "r", "--prompt", "So", "--model", "my.py:GPT", cwd=folder)
-    assert "a model of your own has no attention weights" in said
     assert "my.py already exists" in refused("new", "my.py", cwd=folder)
 
 
@@ -649,13 +647,10 @@ def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
     model = ("--model", "nothere.py:GPT")
     for words in (
         ("train", *model),
-        ("plan", "tiny", *model),
         ("train", "--optimizer", "nothere.py:x"),
-        ("plan", "--optimizer", "nothere.py:x"),
         ("sample", run, *model),
         ("chat", run, *model),
         ("eval", run, *model),
-        ("attention", run, "--prompt", "a", *model),
         ("look", run, "--prompt", "a", *model),
         ("info", "tiny", *model),
         ("info", run, *model),
@@ -734,20 +729,6 @@ def test_files_beside_custom_code_are_recorded_and_compared():
     assert changed_facts == facts | {"sizes.py of the optimizer": f"SHA-256 {digest}"}
     assert changed_facts != facts
     assert changed_facts["model_code"] is None
-
-
-@pytest.mark.usefixtures("code_of_four_files")
-def test_code_of_a_run_from_before_the_record_of_files_is_compared_without_them():
-    begun = with_code(TrainConfig(), optimizer="mine.py:make")
-    record = dataclasses.replace(Code.of(begun.optimizer.make), modules=())
-    optimizer = dataclasses.replace(begun.optimizer, make=record)
-    older = dataclasses.replace(begun, optimizer=optimizer)
-
-    saved = from_json(TrainConfig, to_json(older))
-
-    Path("sizes.py").write_text("WIDTH = 4\n")
-    assert saved.optimizer.make == record
-    assert changed_code(saved, begun) == []
 
 
 def folder_with(folder: Path, main: str, helpers: str) -> str:

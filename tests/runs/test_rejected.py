@@ -1,7 +1,6 @@
 """A start that is rejected leaves every byte of a run's directory as it was."""
 
 import dataclasses
-import json
 import sys
 import types
 from collections.abc import Callable
@@ -129,21 +128,7 @@ def half_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     not_finite(folder, monkeypatch)
 
 
-def ignored_average(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in runs from before custom optimizers were averaged."""
-    path = folder / "config.json"
-    values = json.loads(path.read_text())
-    values["optimizer"]["ema_decay"] = 0.75
-    path.write_text(json.dumps(values))
-
-
 REASONS = {
-    "resume with an average that had no effect": Reason(
-        r"ema_decay=0.75 of .* no average of weights. Give ema_decay=0 to",
-        {"optimizer": {"ema_decay": 0.75}},
-        options={"optimizer": sgd},
-        arrange=ignored_average,
-    ),
     "resume with a custom model": Reason("or it is of another model", options={"model": Table}),
     "resume with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "resume with a custom optimizer": Reason(

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import logging
 import math
 import signal
@@ -326,34 +325,6 @@ def test_as_many_steps_as_were_taken_are_done_already(copy, trained):
     again = fit(copy, resume=True)
     assert (again.best_step, again.validation_loss) == (trained.best_step, trained.validation_loss)
     assert RunDirectory(again.directory).metrics() == RunDirectory(trained.directory).metrics()
-
-
-@pytest.mark.slow
-def test_a_run_from_before_universal_newlines_keeps_its_text(small_run, tmp_path):
-    """With its carriage returns, which its tokenizer has: evaluated, and resumed."""
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"\xef\xbb\xbf" + b"So long as men can breathe\r\nor eyes can see\r\n" * 30)
-    data = {"data": (str(text),), "universal_newlines": False}
-    config = with_changes(small_run, **BIGRAM, dataset=data, steps=4, out=str(tmp_path / "run"))
-    today = with_changes(config, steps=5, dataset={"universal_newlines": True})
-    progress = Heard()
-
-    run = fit(config)
-    path = run.directory / "config.json"
-    older = json.loads(path.read_text())
-    del older["dataset"]["universal_newlines"]
-    del older["optimizer"]["schedule_steps"]
-    path.write_text(json.dumps(older))
-    evaluation = evaluate(run.directory)
-    resumed = fit(today, resume=True, progress=progress)
-
-    every_token = range(run.tokenizer.vocab_size)
-    assert {"\r", "\ufeff"} < set(run.tokenizer.decode(every_token))
-    assert evaluation.loss == pytest.approx(run.validation_loss, rel=1e-6)
-    assert not resumed.config.dataset.universal_newlines
-    assert not any("newlines" in message for message in progress.messages)
-    first, second = RunDirectory(run.directory).provenance()
-    assert first["text_sha256"] == second["text_sha256"]
 
 
 def test_a_run_of_universal_newlines_is_not_resumed_without_them(copy):
