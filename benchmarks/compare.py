@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import fuzz as fuzzing
 import numpy as np
 import sampling as engines
 import tyro
@@ -445,14 +444,6 @@ def int8(options: Rounds, runs: tuple[Path, ...]) -> None:
     compare("int8", variants, replace(options, rounds=1))
 
 
-def fuzz(
-    options: Rounds, formats: tuple[str, ...] = tuple(fuzzing.TARGETS), inputs: int = 10_000
-) -> None:
-    """Mutated files of each format: how many are loaded and how many rejected; see `fuzz.py`."""
-    variants = [fuzzing.variant(format, inputs) for format in formats]
-    compare("fuzz", variants, replace(options, rounds=1))
-
-
 def sampling(options: Rounds, nanogpt: Path | None = None) -> None:
     """Tokens a second when sampling, beside what people use on a CPU; see `sampling.py`. First
     `pip install ctranslate2 gguf xllamacpp`; engines that aren't there are left out."""
@@ -544,7 +535,6 @@ COMPARISONS = (
     shakespeare_candidates,
     shakespeare_best,
     int8,
-    fuzz,
     sampling,
     gpu_step,
     gpu_train,

@@ -6,14 +6,13 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jgpt import durable
-from jgpt.durable import append, locked, new_directory, own_file, sync_directory, write_file
+from jgpt.durable import append, new_directory, sync_directory, write_file
 
 
 def names(directory):
@@ -62,32 +61,14 @@ def test_a_new_directory_takes_no_full_folder_s_and_no_file_s_place(tmp_path, ta
         directory.__enter__()
 
 
-def test_of_two_that_make_one_directory_the_first_wins_and_the_other_hears_of_it(tmp_path):
+def test_of_two_that_make_one_directory_the_second_hears_of_it(tmp_path):
     out = tmp_path / "out"
-    entered = threading.Event()
-    finished = threading.Event()
-
-    def slower():
-        with new_directory(out) as partial:
-            (partial / "slow").touch()
-            entered.set()
-            finished.wait(10)
-
-    def run():
-        with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
-            slower()
-        outcome.append("refused")
-
-    outcome: list[str] = []
-    thread = threading.Thread(target=run)
-    thread.start()
-    entered.wait(10)
     with new_directory(out) as partial:
-        (partial / "fast").touch()
-    finished.set()
-    thread.join()
+        (partial / "file").touch()
+        with pytest.raises(BlockingIOError, match="out is in use by another process"):
+            new_directory(out).__enter__()
 
-    assert (names(tmp_path), outcome) == (["out", "out/fast"], ["refused"])
+    assert names(tmp_path) == ["out", "out/file"]
 
 
 def test_a_file_is_replaced_as_a_whole_through_its_links(tmp_path):
@@ -119,33 +100,10 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
     said = f"^{tmp_path}/out can't be written: No space left on device$"
     with pytest.raises(OSError, match=said), new_directory(tmp_path / "out") as partial:
         os.close(os.open(partial / "half", os.O_CREAT))
-    monkeypatch.setattr(durable.os, "write", full)  # also of a lock's number
     monkeypatch.setattr(durable.Path, "mkdir", lambda self, **_: self.suffix and full())
     with pytest.raises(OSError, match=said), new_directory(tmp_path / "out", "text"):
         pass
     assert (names(tmp_path), path.read_text()) == (["file"], "old\n")
-
-
-@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe", "directory"])
-def test_nothing_is_appended_to_what_may_be_another_s(tmp_path, kind):
-    path = tmp_path / "metrics"
-    other = tmp_path / "other"
-    other.write_text("precious")
-    match kind:
-        case "symbolic link":
-            path.symlink_to(other)
-        case "hard link":
-            path.hardlink_to(other)
-        case "pipe":
-            os.mkfifo(path)
-        case _:
-            path.mkdir()
-    with pytest.raises(ValueError, match="metrics is a link or not a file: delete it, or replace"):
-        append(path, b"line")
-    if kind == "pipe":  # one that is read can be opened
-        with pytest.raises(ValueError, match="is a link or not a file"):
-            own_file(path, os.O_RDWR).__enter__()
-    assert other.read_text() == "precious"
 
 
 HALF_WRITTEN = """
@@ -171,81 +129,37 @@ def half_written(tmp_path):
         process.kill()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_what_a_killed_process_left_goes_when_the_next_one_begins(half_written, tmp_path):
-    (tmp_path / "out.0123abcd.partial").mkdir()  # no lock beside it tells that it is ours
-    (tmp_path / "out.0123abcd.partial" / "thesis.txt").write_text("mine")
-    (tmp_path / "out.2.0123abcd.lock").touch()  # of out.2
-    mine = ["out.0123abcd.partial", "out.0123abcd.partial/thesis.txt", "out.2.0123abcd.lock"]
-    with pytest.raises(FileNotFoundError), new_directory(tmp_path / "out") as partial:
-        (partial / "deep" / "half").touch()
-    assert len(names(tmp_path)) == len(mine) + 3  # that of the living process stays
+    of_the_user = tmp_path / "out.partial"
+    of_the_user.mkdir()
+    with pytest.raises(BlockingIOError):
+        new_directory(tmp_path / "out").__enter__()
     half_written.send_signal(signal.SIGKILL)
     half_written.wait()
-    with new_directory(tmp_path / "out"):
-        assert len(names(tmp_path)) == len(mine) + 2
-    assert names(tmp_path) == ["out", *mine]
+    with new_directory(tmp_path / "out") as partial:
+        assert names(partial) == []
+    assert names(tmp_path) == ["out", "out.partial"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="links")
-def test_a_link_with_the_name_of_what_a_killed_process_left_is_not_followed(tmp_path):
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "thesis.txt").write_text("mine")
-    (tmp_path / "out.0123abcd.lock").touch()
-    (tmp_path / "out.0123abcd.partial").symlink_to(precious)
-    (tmp_path / "out.4567abcd.lock").symlink_to(precious / "thesis.txt")
-    with new_directory(tmp_path / "out"):
-        pass
-
-    assert (precious / "thesis.txt").read_text() == "mine"
-    assert (tmp_path / "out.0123abcd.partial").is_symlink()
-    assert (tmp_path / "out.4567abcd.lock").is_symlink()
+def fill(out, content, error):
+    with new_directory(out, content) as partial:
+        (partial / f"half of {content}").touch()
+        raise error
 
 
-def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_again(tmp_path, monkeypatch):
-    """Who holds it deletes the file at the end, while another process waits with the same one."""
-    lock = tmp_path / "lock"
-    take = durable._take_lock
+def test_what_an_interrupted_process_left_is_continued_for_the_same_content_alone(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        fill(out, "one", KeyboardInterrupt)
+    with new_directory(out, "one") as partial:
+        assert names(partial) == ["half of one"]
+    assert names(tmp_path) == ["out", "out/half of one"]
 
-    def take_what_is_deleted(descriptor, path):
-        take(descriptor, path)
-        monkeypatch.setattr(durable, "_take_lock", take)
-        lock.unlink()
-
-    monkeypatch.setattr(durable, "_take_lock", take_what_is_deleted)
-    with locked(lock, tmp_path) as held:
-        assert held.is_in_place()
-        with pytest.raises(BlockingIOError, match=f"is in use by process {os.getpid()}: wait"):
-            locked(lock, tmp_path).__enter__()
-
-
-NO_LOCKS = [errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="flock")
-@pytest.mark.parametrize("code", NO_LOCKS, ids=errno.errorcode.get)
-def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, code):
-    def unsupported(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(durable.fcntl, "flock", unsupported)
-    said = rf"^{tmp_path}/out can't be locked against other processes \({os.strerror(code)}\): "
-    said += "choose a directory on another file system$"
-    with pytest.raises(OSError, match=said):
-        locked(tmp_path / "lock", tmp_path / "out").__enter__()
-    with pytest.raises(OSError, match=said):  # another process could fill it, too
-        new_directory(tmp_path / "out", "0123abcd").__enter__()
-    with new_directory(tmp_path / "out") as partial:  # nobody else knows its name
-        (partial / "file").touch()
-    assert names(tmp_path) == ["lock", "out", "out/file"]
-
-
-def test_a_lock_that_another_has_just_taken_names_no_process_yet(tmp_path, monkeypatch):
-    with locked(tmp_path / "lock", tmp_path):
-        (tmp_path / "lock").write_bytes(b"")
-        with pytest.raises(BlockingIOError, match="is in use by another process: wait for it"):
-            locked(tmp_path / "lock", tmp_path).__enter__()
+    with pytest.raises(KeyboardInterrupt):
+        fill(tmp_path / "next", "one", KeyboardInterrupt)
+    with pytest.raises(ValueError, match="wrong"):
+        fill(tmp_path / "next", "two", ValueError("wrong"))
+    assert names(tmp_path) == ["out", "out/half of one"]
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])

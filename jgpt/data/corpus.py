@@ -492,7 +492,7 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                     Field("data_field", Placeholder("NAME")),
                 )
             ) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             reason = f"can't be read as JSON: {error}"
             if len(line) == LONGEST_LINE:  # it was cut here
                 reason = f"has more than {LONGEST_LINE:,} bytes: make several documents of its text"

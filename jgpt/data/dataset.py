@@ -41,7 +41,7 @@ from jgpt.data.tokenizers import (
     read_tokenizer,
     token_dtype,
 )
-from jgpt.durable import new_directory, own_file, read_file, write_file
+from jgpt.durable import new_directory, write_file
 from jgpt.fields import FLOAT32_MAX, as_dict
 from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
@@ -1052,11 +1052,7 @@ def _write_tokens(
     done, count = _done_before(partial, dtype)
     if done:
         warn(f"continuing after the {count:,} tokens of a process that was stopped")
-    tokens_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    with (
-        own_file(partial / TOKENS_FILE, tokens_flags) as descriptor,
-        open(descriptor, "ab", closefd=False) as file,
-    ):
+    with (partial / TOKENS_FILE).open("ab") as file:
         file.truncate(count * dtype.itemsize)
         saved = time.monotonic()
         for length, data in encode_each(tokenizer, read(tokenizer), dtype, done):
@@ -1082,11 +1078,11 @@ def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
     Both are 0 if the file of tokens is shorter than that, since it would be padded with zeros.
     """
     try:
-        done, count = json.loads(read_file(partial / DONE_FILE))
+        done, count = json.loads((partial / DONE_FILE).read_text())
         size = (partial / TOKENS_FILE).stat().st_size
-        if type(done) is int and type(count) is int and 0 <= count * dtype.itemsize <= size:
+        if count * dtype.itemsize <= size:
             return done, count
-    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+    except FileNotFoundError:
         pass
     return 0, 0
 
@@ -1109,10 +1105,10 @@ def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tok
         raise FileNotFoundError(f"{path} is missing: prepare the text again")
     tokenizer = read_tokenizer(path)
     try:
-        index = json.loads(read_file(directory / INDEX_FILE))
+        index = json.loads((directory / INDEX_FILE).read_text())
         dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
         count = int(index["tokens"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
     path = directory / TOKENS_FILE
     if path.stat().st_size != count * dtype.itemsize or count < 2:

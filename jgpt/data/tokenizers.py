@@ -23,7 +23,7 @@ import tokenizers
 from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from jgpt.durable import prefix_errors, read_file
+from jgpt.durable import prefix_errors
 from jgpt.fields import Code
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
@@ -562,10 +562,6 @@ class BPETokenizer:
         text = json.dumps(hf_tokenizer_config(self), indent=2)
         (directory / "tokenizer_config.json").write_text(text + "\n")
 
-    def save_gpt2(self, directory: str | Path) -> None:
-        """Write `vocab.json` and `merges.txt` into a directory."""
-        self._backend.model.save(str(directory))
-
     @functools.cached_property
     def end(self) -> tuple[int, ...]:
         """The tokens that `encode` puts after a text."""
@@ -976,7 +972,7 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer in a file. Raises ValueError that names the file if there is none."""
     with prefix_errors(path):
-        return tokenizer_from_json(read_file(path))
+        return tokenizer_from_json(path.read_text(encoding="utf-8-sig"))
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -1004,7 +1000,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             )
     except ValueError as error:
         raise ValueError(f"not a tokenizer: {error}") from None
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None
     raise ValueError(
         f"not a tokenizer: its type is {kind!r}, not char, byte, numbers, bpe or custom"

@@ -13,7 +13,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory, prefix_errors, printable, read_json
+from jgpt.durable import new_directory, prefix_errors, read_json
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
@@ -99,7 +99,6 @@ def save_hf(
     folder that the model was loaded from: its special tokens, chat template and generation options
     are saved, too. Raises ValueError for a model that the format can't express.
     """
-    _require_utf8(directory)
     if not isinstance(model, GPT):
         raise ValueError(
             Message("Hugging Face's format doesn't support ", Field("architecture", "bigram"))
@@ -133,19 +132,6 @@ def save_hf(
         if tokenizer is None:
             return
         write_tokenizer(tokenizer, files, partial)
-        if isinstance(tokenizer, BPETokenizer) and config["model_type"] == "gpt2":
-            # for programs that predate tokenizer.json
-            tokenizer.save_gpt2(partial)
-
-
-def _require_utf8(directory: str | Path) -> None:
-    """Raise ValueError for a path with bytes that are not UTF-8."""
-    # Python represents such bytes by these characters.
-    if any("\ud800" <= character <= "\udfff" for character in str(directory)):
-        raise ValueError(
-            f"{printable(str(directory))} has bytes in it that are not UTF-8, which safetensors "
-            "can't write: choose another directory"
-        )
 
 
 def _config_to_write(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -37,8 +35,8 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.parallel.rules import abstract_arrays, shardings, weight_specs, without_trailing_none
 from jgpt.refusal import Field, Message
-from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory, require_storable
-from jgpt.runs.manifest import MANIFEST, Manifest, files_below, parse_file, sha256_of, verify
+from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
+from jgpt.runs.manifest import MANIFEST, Manifest, files_below, sha256_of, verify
 from jgpt.runs.provenance import comparable_after
 from jgpt.shapes.contract import typed
 from jgpt.training.state import TrainState, abstract_state, stack_state, state_specs, unstack_state
@@ -48,14 +46,6 @@ Which = Literal["best", "last"] | int
 
 WAITED_FOR = 256 << 20
 """The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
-
-# The dtypes of a state in the notation of Zarr's headers; no text, objects or structures.
-_STORED_DTYPES = ("bfloat16", "<f2", "<f4", "<f8", "<i4", "<i8", "<u4", "|b1")
-_LAYOUT = re.compile(
-    r"manifest\.json|((weights|optimizer)/)?(_[A-Za-z_]+|commit_success\.txt)"
-    r"|(weights|optimizer)/(array_metadatas/process_\d+|[^/]+/(\.zarray|\d+(\.\d+)*))"
-)
-"""The files of a checkpoint: Orbax's records, and arrays in plain Zarr."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -104,13 +94,6 @@ def _as_given(saved: Any, tree: Any) -> Any:
     return saved
 
 
-def _saved_size(leaf: Any) -> int:
-    """Return the number of entries of an array as Orbax saves it: a random key has two."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.eval_shape(jax.random.key_data, leaf).size
-    return leaf.size
-
-
 class Checkpoints:
     """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
 
@@ -125,7 +108,6 @@ class Checkpoints:
 
         To resume, a run is read with the new config.
         """
-        require_storable(run.path)
         self._path = (run.path / CHECKPOINTS).resolve()  # Orbax accepts only absolute paths
         if config is None:
             config = run.config()
@@ -394,11 +376,6 @@ class Checkpoints:
 
     def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         directory = self._folder(step)
-        largest = {}
-        for part, arrays in wanted.items():
-            sizes = map(_saved_size, jax.tree.leaves(arrays))
-            largest[part] = max(sizes, default=0)
-        _require_plausible(directory, largest)  # before TensorStore reads anything
         ocp = self._open_orbax()
         parts = {}
         for part, arrays in wanted.items():
@@ -577,46 +554,6 @@ def _is_large_on_cpu(state: TrainState) -> bool:
     if platforms != {"cpu"}:
         return False
     return sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
-
-
-def _require_plausible(directory: Path, largest: dict[str, int]) -> None:
-    """Raise ValueError for files that jgpt doesn't write, and headers that claim too much memory.
-
-    `largest` has the size of the largest array of each part that is read. An optimizer's may be
-    larger than any of the model's: L-BFGS remembers many gradients in one array.
-
-    TensorStore allocates the size in a header before it reads, and aborts the process if that
-    fails. It also reads other formats, with other headers. A forged manifest could list either.
-    """
-    for name, path in files_below(directory):
-        if not _LAYOUT.fullmatch(name):
-            raise ValueError(f"{path} is not a file that jgpt writes")
-        if path.name == ".zarray":
-            part = Path(name).parts[0]
-            require = functools.partial(_require_plausible_header, most=largest.get(part))
-            parse_file(path, require)
-
-
-def _require_plausible_header(text: str, most: int | None) -> None:
-    """Raise ValueError for an array's header that jgpt doesn't write.
-
-    `most` is the limit of its size; there is none for a part that is not read.
-    """
-    header = json.loads(text)
-    if header["dtype"] not in _STORED_DTYPES:  # other dtypes have other item sizes
-        raise ValueError(f"dtype {header['dtype']!r} is not one that jgpt writes")
-    if header["compressor"]["id"] != "zstd" or header["filters"] is not None:
-        raise ValueError("its compressor is not zstd alone, which jgpt writes")
-    for field in ("shape", "chunks"):
-        sizes = header[field]
-        # By its type: True is an int, too, and a float would pass as a size.
-        if not all(type(size) is int and size > 0 for size in sizes):
-            raise ValueError(f"{field} is {sizes!r}")
-        if most is not None and math.prod(sizes) > most:
-            raise ValueError(
-                f"{field} {sizes!r} is larger than the model's largest array, or it is of "
-                "another model"
-            )
 
 
 def _reason(error: Exception) -> str:

@@ -18,15 +18,13 @@ from jgpt.durable import (
     append,
     locked,
     make_directory,
-    own_file,
-    printable,
     sync_directory,
     write_file,
 )
 from jgpt.fields import from_json, to_json
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
 from jgpt.refusal import Field, Message
-from jgpt.runs.manifest import parse_file, refuse_foreign
+from jgpt.runs.manifest import parse_file
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -49,8 +47,6 @@ _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, PAGE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
-_LONGEST_LINE = 1 << 20
-"""The limit of a line in bytes; a metrics.jsonl without a newline would be read whole."""
 
 Mode = Literal["new", "resume", "overwrite"]
 """What a start does with an existing run in its directory."""
@@ -149,8 +145,7 @@ class RunDirectory:
             except BaseException:
                 # If the directory was replaced, the name can be that of another process's lock.
                 if not had_lock and taken_lock.is_in_place():
-                    with contextlib.suppress(OSError):  # Windows keeps open files
-                        lock.unlink()
+                    lock.unlink()
                 raise
             finally:
                 if not self.exists(self.path):
@@ -183,14 +178,6 @@ class RunDirectory:
             raise ValueError(
                 f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
             )
-        # Checked before anything is read: a pipe would never end, and a link may lead anywhere.
-        for entry in path.iterdir():
-            refuse_foreign(entry)
-            if entry.is_dir():
-                if entry.name in _FILES:
-                    raise ValueError(f"{entry} is a folder, but must be a file: move it away")
-            elif entry.name in (CHECKPOINTS, IMPORTED):
-                raise ValueError(f"{entry} is a file, but must be a folder: move it away")
         return cls(path)
 
     @staticmethod
@@ -229,8 +216,7 @@ class RunDirectory:
         """Return whether a directory is empty, except for remains of a run killed during
         `create`."""
         for entry in path.iterdir():
-            is_ours = entry.name in (LOCK, TOKENIZER) or entry.name.endswith(".partial")
-            if not is_ours or entry.is_symlink():
+            if entry.name not in (LOCK, TOKENIZER) and not entry.name.endswith(".partial"):
                 return False
         return True
 
@@ -252,26 +238,19 @@ class RunDirectory:
 
     def imported(self) -> Path | None:
         """Return the folder with the text files of the model that the run was imported from, or
-        None.
-
-        Raises ValueError for a link in it.
-        """
+        None."""
         folder = self.path / IMPORTED
         if not folder.is_dir():
             return None
-        for entry in folder.rglob("*"):
-            refuse_foreign(entry)
         return folder
 
     def checkpoint_steps(self) -> list[int]:
-        """Return the steps of the checkpoints, oldest first. Raises ValueError for a link."""
+        """Return the steps of the checkpoints, oldest first."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
             # Neither 007 nor digits of other scripts: each step has one name.
-            if entry.name.isdecimal() and str(int(entry.name)) == entry.name:
-                refuse_foreign(entry)
-                if entry.is_dir():
-                    steps.append(int(entry.name))
+            if entry.name.isdecimal() and str(int(entry.name)) == entry.name and entry.is_dir():
+                steps.append(int(entry.name))
         return sorted(steps)
 
     def delete_checkpoints(self, steps: Iterable[int]) -> None:
@@ -361,8 +340,7 @@ class RunDirectory:
                 end = end_of_line
         path = self.path / name
         if path.is_file():
-            with own_file(path, os.O_WRONLY) as descriptor:
-                os.truncate(descriptor, end)
+            os.truncate(path, end)
 
     def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield each complete line that has a step, and its end offset."""
@@ -371,37 +349,14 @@ class RunDirectory:
             return
         end = 0
         with path.open("rb") as file:
-            # A longer line is damage, and would fill the memory.
-            while text := file.readline(_LONGEST_LINE):
+            for text in file:
                 end += len(text)
                 if not text.endswith(b"\n"):  # the last line, which a crash has truncated
                     return
-                with contextlib.suppress(ValueError, RecursionError):  # a damaged line is skipped
+                with contextlib.suppress(ValueError):  # a damaged line is skipped
                     line = json.loads(text)
                     if isinstance(line, dict) and type(line.get("step")) is int:
                         yield line, end
-
-
-def require_storable(path: Path) -> None:
-    """Raise ValueError for a path that TensorStore, which writes the arrays, reads as another one.
-
-    Forty odd names were tried, with spaces, quotes, controls, wildcards and signs of URLs. Only
-    these did harm: a backslash becomes a slash, "gs:/" becomes a bucket's address, and names that
-    are not UTF-8 can't be passed.
-    """
-    text = str(path.resolve())
-    reason = None
-    if os.sep == "/" and "\\" in text:
-        reason = "a backslash in it"
-    elif "gs:/" in text + "/":
-        reason = '"gs:/" in it, which is the address of a bucket'
-    elif any("\ud800" <= character <= "\udfff" for character in text):
-        reason = "bytes in it that are not UTF-8"
-    if reason is not None:
-        raise ValueError(
-            f"{printable(text)} has {reason}: checkpoints can't be stored there; choose another "
-            "directory"
-        )
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -17,7 +17,6 @@ from jgpt.runs.directory import (
     CONFIG,
     Mode,
     RunDirectory,
-    require_storable,
 )
 from jgpt.runs.manifest import MANIFEST, parse_file
 from jgpt.runs.provenance import known_micro_batches, known_text
@@ -97,7 +96,6 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
             )
         return Target(_unused_path(config.name), "new")
     path = Path(config.out)
-    require_storable(path)
     if not path.is_dir():
         _require_unused_name(path)
         return Target(path, "new")
@@ -139,7 +137,6 @@ def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
 def _unused_path(name: str) -> Path:
     """Return runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
     path = Path("runs") / name
-    require_storable(path)
     # Another process may take the same name meanwhile; the lock of the directory decides.
     number = 1
     while path.exists():

@@ -328,17 +328,6 @@ def missing(name):
     return lambda folder: (folder / name).unlink()
 
 
-def huge(name):
-    """A damage: the file has a terabyte, which costs nothing, since it is sparse."""
-    return lambda folder: os.truncate(folder / name, 1 << 40)
-
-
-def make_pipe(folder):
-    """A damage: to read the file would wait for a writer, for ever."""
-    (folder / "tokenizer.json").unlink()
-    os.mkfifo(folder / "tokenizer.json")
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -358,9 +347,6 @@ def make_pipe(folder):
         (holding("tokenizer.json", b"{}"), "not a tokenizer"),
         (holding("tokenizer.json", b"\xff"), "tokenizer.json: 'utf-8'"),
         (missing("tokenizer.json"), "tokenizer.json is missing"),
-        (make_pipe, "tokenizer.json is missing"),
-        (huge("dataset.json"), r"dataset\.json.* 1,099,511,"),
-        (huge("tokenizer.json"), r"tokenizer\.json.* 1,099,511,"),
     ],
 )
 def test_damaged_prepared_data_is_rejected(prepared, damage, message):
@@ -408,28 +394,6 @@ def test_prepared_data_goes_with_nothing_else(prepared):
         load_dataset(DataConfig(data=(str(prepared), "pydocs")), 8)
     with pytest.raises(ValueError, match="was prepared with another tokenizer"):
         load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())
-
-
-def test_of_two_that_prepare_one_folder_the_second_is_rejected(tmp_path, monkeypatch):
-    """Each writes for itself: the tokens and the tokenizer that are there belong together."""
-    slow = write(tmp_path, "slow", "s")
-    fast = write(tmp_path, "fast!", "f")
-    out = tmp_path / "out"
-    (tmp_path / "out.partial").mkdir()  # nobody's, perhaps the user's
-    text_chunks = dataset_module.text_chunks
-
-    def prepare_the_other_first(sources, **options):
-        monkeypatch.setattr(dataset_module, "text_chunks", text_chunks)
-        assert prepare(fast, out) == 5
-        return text_chunks(sources, **options)
-
-    monkeypatch.setattr(dataset_module, "text_chunks", prepare_the_other_first)
-    with pytest.raises(FileExistsError, match="out already exists: choose another directory"):
-        prepare(slow, out)
-
-    tokens, tokenizer = dataset_module._open_prepared(out)
-    assert tokenizer.decode(np.asarray(tokens)) == "fast!"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "out", "out.partial", "s"]
 
 
 def test_what_can_be_read_once_is_not_prepared(tmp_path):

@@ -91,7 +91,7 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     process = start(text, "bpe", out)
     try:
         wait_for(lambda: done_files(out), process)
-        with pytest.raises(BlockingIOError, match=f"out is in use by process {process.pid}"):
+        with pytest.raises(BlockingIOError, match="out is in use by another process"):
             prepare(config, out)
         assert process.poll() is None
     finally:
@@ -308,13 +308,12 @@ def interrupted(config: DataConfig, out: Path, monkeypatch) -> Path:
     return partial
 
 
-@pytest.mark.parametrize("done", ["[9, 1000000000000]", "[-1, -1]", "[9, 9.5]", "[9]", "{", "null"])
-def test_a_record_that_can_t_be_true_is_not_believed(
-    tmp_path, words, in_small_chunks, monkeypatch, done
+def test_a_record_of_more_than_there_is_is_not_believed(
+    tmp_path, words, in_small_chunks, monkeypatch
 ):
     """The file of tokens would be filled up with zeros: two terabytes of them."""
     partial = interrupted(words, tmp_path / "out", monkeypatch)
-    (partial / "done.json").write_text(done)
+    (partial / "done.json").write_text("[9, 1000000000000]")
     said: list[str] = []
 
     assert prepare(words, tmp_path / "out", warn=said.append) == 37
@@ -322,76 +321,13 @@ def test_a_record_that_can_t_be_true_is_not_believed(
     assert said == []
 
 
-@pytest.mark.parametrize("planted", ["a link", "a dangling link", "a link in it", "a hard link"])
-def test_nothing_is_written_through_what_another_may_have_put_in_its_place(
-    tmp_path, words, in_small_chunks, monkeypatch, planted
-):
-    """In /tmp others can make a folder's partial name, which can be computed."""
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "tokens.bin").write_bytes(b"mine")
-    out = tmp_path / "out"
-    partial = interrupted(words, out, monkeypatch)
-    if planted.endswith("a link in it") or planted == "a hard link":
-        partial.chmod(0o777)  # others could write there
-        (partial / "tokens.bin").unlink()
-        if planted == "a hard link":
-            (partial / "tokens.bin").hardlink_to(precious / "tokens.bin")
-        else:
-            (partial / "tokens.bin").symlink_to(precious / "tokens.bin")
-        assert prepare(words, out) == 37  # it began again
-        assert tokens_in(out) == WORDS.encode()
-    else:
-        for path in partial.iterdir():
-            path.unlink()
-        partial.rmdir()
-        target = precious if planted == "a link" else tmp_path / "nowhere"
-        partial.symlink_to(target)
-        with pytest.raises(OSError, match=r"partial is a link, or another user's: move it away"):
-            prepare(words, out)
-        assert partial.is_symlink()
-        assert not (tmp_path / "nowhere").exists()
-        assert not out.exists()
-
-    assert [path.name for path in precious.iterdir()] == ["tokens.bin"]
-    assert (precious / "tokens.bin").read_bytes() == b"mine"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="users")
-def test_another_user_s_directory_is_not_continued(tmp_path, words, in_small_chunks, monkeypatch):
-    partial = interrupted(words, tmp_path / "out", monkeypatch)
-    monkeypatch.setattr(durable.os, "geteuid", lambda: os.getuid() + 1)
-
-    with pytest.raises(OSError, match=r"partial is a link, or another user's"):
-        prepare(words, tmp_path / "out")
-    assert partial.is_dir()
-
-
-def test_where_others_may_write_everywhere_preparing_goes_on(
-    tmp_path, words, in_small_chunks, monkeypatch
-):
-    """A file system without modes, as of a memory stick: every directory has the same one."""
-    partial = interrupted(words, tmp_path / "out", monkeypatch)
-    partial.chmod(0o777)
-    monkeypatch.setattr(durable, "_mode_of_new", lambda path, mode: 0o777)
-    said: list[str] = []
-
-    assert prepare(words, tmp_path / "out", warn=said.append) == 37
-    assert said == ["continuing after the 17 tokens of a process that was stopped"]
-    assert tokens_in(tmp_path / "out") == WORDS.encode()
-
-
-def test_of_another_text_what_a_killed_process_left_goes_and_what_one_writes_stays(
+def test_of_another_text_what_a_killed_process_left_goes(
     tmp_path, words, in_small_chunks, monkeypatch
 ):
     out = tmp_path / "out"
-    partial = interrupted(words, out, monkeypatch)
+    interrupted(words, out, monkeypatch)
     other = dataclasses.replace(words, universal_newlines=False)
-    with durable.locked(partial.with_suffix(".lock"), out):
-        assert prepare(other, out) == 37
-        assert partial.is_dir()
-    for path in (*out.iterdir(), out):
-        path.rmdir() if path.is_dir() else path.unlink()
-    prepare(other, out)
+
+    assert prepare(other, out) == 37
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words.txt"]

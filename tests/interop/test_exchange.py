@@ -98,11 +98,9 @@ def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
     names = sorted(path.name for path in gpt2.iterdir())
     assert names == [
         "config.json",
-        "merges.txt",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
-        "vocab.json",
     ]
     for name in names:
         before = (gpt2 / name).read_bytes()
@@ -264,6 +262,7 @@ def test_a_damaged_file_about_text_is_named(gpt2, imported, tmp_path):
 def test_tokens_that_other_files_add(gpt2, tmp_path):
     """As transformers adds them, up to the vocabulary of the model."""
     first = shutil.copytree(gpt2, tmp_path / "first")
+    read_tokenizer(first / "tokenizer.json").to_hf().model.save(str(first))
     (first / "tokenizer.json").unlink()
     (first / "tokenizer_config.json").write_text('{"pad_token": "<pad>", "eos_token": "<end>"}')
     (first / "added_tokens.json").write_text('{"<end>": 264, "<start>": 263, "<far>": 266}')
@@ -353,12 +352,6 @@ def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
     elsewhere = ("--tokenizer", tmp_path / "folder" / "tokenizer.json")
     said = refused("import", tmp_path / "folder", "--out", tmp_path / "third", *elsewhere)
     assert "has 263 tokens and the model" in said
-
-
-def test_a_folder_whose_name_is_not_utf_8_is_rejected_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"caf\\xe9 has bytes in it that are not UTF-8"):
-        jgpt.save_hf(random_gpt("gpt2"), tmp_path / "caf\udce9")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_context_of_millions_is_imported(qwen3, tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import shutil
 import struct
@@ -475,11 +474,7 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
     [
         *(
             (config_text(text), "config.json: ")
-            for text in ("", "[]", "{", "[" * 100_000, "\x00", '{"model_type": "gpt2"}')
-        ),
-        (
-            lambda it: os.truncate(it / "config.json", 1 << 40),
-            "config.json: it has 1,099,511,627,776 bytes",
+            for text in ("", "[]", "{", "\x00", '{"model_type": "gpt2"}')
         ),
         (
             tensor("transformer.h.1.mlp.c_fc.bias", None),

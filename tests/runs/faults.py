@@ -1,20 +1,16 @@
 """What can go wrong with the files of a run: the tables that tests and benchmarks share.
 
 `FAULTS` are done to one file, `LEFTOVERS` are what a killed process leaves in a run. A new fault is
-a new row: it is done to every file of a checkpoint, to the text files of a run, to what the fuzzer
-loads, and a new leftover to the runs that are killed and resumed in a test or a benchmark.
-Nothing here imports JAX: `benchmarks/compare.py`, which imports the fuzzer, has to stay small.
+a new row: it is done to every file of a checkpoint and to the text files of a run. A new leftover
+is left in the runs that are killed and resumed in a test or a benchmark.
 """
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # --- one file ------------------------------------------------------------------------------------
 
@@ -23,74 +19,35 @@ class Fault(NamedTuple):
     """Something done to one file, after which nothing may be read from it."""
 
     name: str
-    apply: Callable[[Path, Path], None]
-    """Takes the file, and a folder outside the run for what a link leads to."""
+    apply: Callable[[Path], object]
     said: str
     """A regular expression: what the message says of a text file of a run, besides its name."""
 
 
-def flip_a_bit(file: Path, outside: Path) -> None:
+def flip_a_bit(file: Path) -> None:
     """In the last byte: the first ones of a compressed array are a header that is checked."""
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def cut_off(file: Path, outside: Path) -> None:
+def cut_off(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def empty(file: Path, outside: Path) -> None:
-    file.write_bytes(b"")
+def overwrite(data: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(data)
 
 
-def remove(file: Path, outside: Path) -> None:
-    file.unlink()
-
-
-def grow(file: Path, outside: Path) -> None:
-    """To more than memory holds: a sparse file costs nothing to make."""
-    os.truncate(file, 1 << 40)
-
-
-def link(file: Path, outside: Path) -> None:
-    """With the same content, so that only the link itself can be noticed."""
-    shutil.move(file, outside / "linked")
-    file.symlink_to(outside / "linked")
-
-
-def replace_by_a_pipe(file: Path, outside: Path) -> None:
-    """Whoever opens it waits for a writer, if it is not opened with care."""
-    file.unlink()
-    os.mkfifo(file)
-
-
-def replace_by_a_folder(file: Path, outside: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def overwrite(data: bytes) -> Callable[[Path, Path], None]:
-    def write(file: Path, outside: Path) -> None:
-        file.write_bytes(data)
-
-    return write
-
-
-FOREIGN = r"is a link or not a file"
 DAMAGED = r"is damaged"
 FAULTS = (
     Fault("a flipped bit", flip_a_bit, DAMAGED),
     Fault("cut off", cut_off, DAMAGED),
-    Fault("empty", empty, DAMAGED),
-    Fault("larger than memory", grow, r"is damaged: it has 1,099,511,627,776 bytes"),
+    Fault("empty", overwrite(b""), DAMAGED),
     Fault("half of JSON", overwrite(b"{"), DAMAGED),
     Fault("not text", overwrite(b"\xff"), DAMAGED),
     Fault("other JSON", overwrite(b"[]"), DAMAGED),
     Fault("other fields", overwrite(b'{"model": {"embed_dim": "wide"}}'), DAMAGED),
-    Fault("missing", remove, ""),
-    Fault("a folder", replace_by_a_folder, ""),
-    Fault("a link", link, FOREIGN),
-    Fault("a pipe", replace_by_a_pipe, FOREIGN),
+    Fault("missing", lambda file: file.unlink(), ""),
 )
 
 
@@ -101,10 +58,6 @@ def undone(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if file.is_dir() and not file.is_symlink():
-            file.rmdir()
-        else:
-            file.unlink(missing_ok=True)
         file.write_bytes(original)
 
 
@@ -162,22 +115,3 @@ def leave_all(run: Path, leftovers: tuple[Leftover, ...] = LEFTOVERS) -> None:
 def write_on_a_full_disk(manifest: object, directory: Path) -> None:
     """In place of `Manifest.write`, the last file of a save: without it no checkpoint counts."""
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-# --- a manifest that was made to fit -------------------------------------------------------------
-
-
-def forge(checkpoint: Path, **changes: Any) -> None:
-    """Let the manifest of a checkpoint fit the files, or say something else, with its SHA-256."""
-    path = checkpoint / "manifest.json"
-    values = json.loads(path.read_text())
-    del values["sha256"]
-    values["files"] = {}
-    for file in checkpoint.rglob("*"):
-        if file.is_file() and file != path:
-            name = file.relative_to(checkpoint).as_posix()
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            values["files"][name] = [file.stat().st_size, digest]
-    values |= changes
-    values["sha256"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    path.write_text(json.dumps(values))

@@ -13,7 +13,6 @@ from jgpt.fitting.progress import Progress
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 kill_resume = importlib.import_module("kill_resume")
-fuzz = importlib.import_module("fuzz")
 runner = importlib.import_module("runner")
 
 

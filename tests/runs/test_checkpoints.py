@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, fit, load
+from jgpt import CharTokenizer, ModelConfig, OptimizerConfig, TrainConfig, load
 from jgpt.fitting.resume import require_same_run
 from jgpt.nn import models
 from jgpt.nn.models import create_model
@@ -293,7 +292,7 @@ BY_NAME = {fault.name: fault for fault in faults.FAULTS}
 
 
 @pytest.mark.parametrize("name", only(["cut off", "missing", "a flipped bit"], BY_NAME))
-def test_damage_to_any_file_of_a_checkpoint_is_named(saved, tmp_path, name):
+def test_damage_to_any_file_of_a_checkpoint_is_named(saved, name):
     """Whatever is done to whatever file of the best checkpoint."""
     fault = BY_NAME[name]
     folder = saved.path / "checkpoints" / "2"
@@ -306,20 +305,20 @@ def test_damage_to_any_file_of_a_checkpoint_is_named(saved, tmp_path, name):
     for victim in victims:
         name = f"2/{victim.relative_to(folder)}"
         with faults.undone(victim):
-            fault.apply(victim, tmp_path)
+            fault.apply(victim)
             with pytest.raises(ValueError, match=re.escape(name)):
                 verify(folder)
 
 
 @pytest.mark.parametrize("name", only(["cut off"], BY_NAME))
-def test_a_damaged_checkpoint_is_rejected_and_never_half_loaded(saved, initial, tmp_path, name):
+def test_a_damaged_checkpoint_is_rejected_and_never_half_loaded(saved, initial, name):
     fault = BY_NAME[name]
     folder = saved.path / "checkpoints" / "2"
     *_, victim = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
 
     advice = f"checkpoint 4 is intact: use which=4, or delete {folder} to resume from the others"
     with faults.undone(victim):
-        fault.apply(victim, tmp_path)
+        fault.apply(victim)
         with pytest.raises(ValueError, match=re.escape(advice)):
             load(saved.path)
 
@@ -373,7 +372,6 @@ def test_clearing_a_run_deletes_nothing_else_and_leaves_it_a_run(saved):
     saved.append("metrics.jsonl", [{"step": 1}])
     (saved.path / "samples.txt").write_text("text")
     ours = [
-        "profile/plugins/profile/1/trace",
         "tensorboard/events.out.tfevents.1",
         "checkpoints/saving-5/half",
         "checkpoints/deleting-1/half",
@@ -415,10 +413,6 @@ def test_a_run_with_another_s_files_in_place_of_its_own_is_not_overwritten(saved
     with pytest.raises(ValueError, match=message):
         choose_target(config, resume=False, overwrite=True)
 
-    (saved.path / "samples.txt").mkdir()
-    with pytest.raises(ValueError, match=r"samples\.txt is a folder, but must be a file"):
-        choose_target(config, resume=True, overwrite=False)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["listed", "verified"])
@@ -430,7 +424,7 @@ def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_
     one_each = dataclasses.replace(small_run, keep_best=1, keep_last=1)
     saved.write_config(one_each)
     # the function that is called after that moment
-    place = {"listed": "verify", "verified": "_require_plausible"}[moment]
+    place = {"listed": "verify", "verified": "_as_saved"}[moment]
     read = getattr(checkpoints_module, place)
 
     def read_late(directory, *arguments):
@@ -529,35 +523,6 @@ def test_a_run_is_stored_under_an_odd_name(initial, small_run, tmp_path):
     with Checkpoints(run, read_only=True) as checkpoints:
         restored = checkpoints.restore(small_run)
     assert bits(restored) == bits(state)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="paths of POSIX")
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("back\\slash", "a backslash in it"),
-        ("gs:", '"gs:/" in it, which is the address of a bucket'),
-        ("not\udcffutf", "bytes in it that are not UTF-8"),
-    ],
-    ids=ascii,
-)
-def test_a_path_that_arrays_would_not_be_stored_under_is_rejected_first(
-    small_run, tmp_path, name, reason
-):
-    """TensorStore reads such a path as another: all steps would be trained for nothing."""
-    out = tmp_path / name / "run"
-    shown = name.replace("\udcff", "\\xff")
-    said = re.escape(f"{tmp_path}/{shown}/run has {reason}: checkpoints can't be stored there")
-    config = dataclasses.replace(small_run, out=str(out))
-    with pytest.raises(ValueError, match=f"^{said}; choose another directory$"):
-        choose_target(config, resume=False, overwrite=False)
-    with pytest.raises(ValueError, match=f"^{said}"):
-        fit(config)
-    assert list(tmp_path.iterdir()) == []
-    # also where a run was moved to
-    run = RunDirectory.create(out, small_run, CharTokenizer("abc"))
-    with pytest.raises(ValueError, match=f"^{said}"):
-        load(run.path)
 
 
 def test_a_save_counts_when_each_array_has_its_files(initial, small_run, tmp_path, monkeypatch):

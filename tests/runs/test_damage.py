@@ -1,9 +1,7 @@
 """What can happen to a run's files, and what is said of it."""
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,8 +19,7 @@ from jgpt.fitting.evaluate import evaluate
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.runs import faults
-from tests.runs.faults import forge
-from tests.runs.harness import BIGRAM, REPOSITORY, contents, fuzz, runner, with_changes
+from tests.runs.harness import BIGRAM, REPOSITORY, contents, with_changes
 
 
 @pytest.fixture
@@ -41,7 +38,6 @@ def python(code: str, **limits: object) -> subprocess.CompletedProcess[str]:
 
 
 LAST = "checkpoints/11"
-LARGE = "larger than the model's largest array"
 
 
 def edit(run: Path, name: str, **changes: object) -> None:
@@ -49,30 +45,8 @@ def edit(run: Path, name: str, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_header(run: Path, **lie: object) -> None:
-    """TensorStore would abort the process, so the manifest is forged to fit."""
-    edit(run, "weights/final_norm.scale/.zarray", **lie)
-    forge(run / LAST)
-
-
 def add(run: Path, name: str) -> None:
-    """The header of another format would claim memory too."""
-    (run / LAST / name).parent.mkdir(exist_ok=True)
-    (run / LAST / name).write_text(json.dumps({"zarr_format": 3, "shape": [131072, 131072]}))
-
-
-def add_and_forge(run: Path, name: str) -> None:
-    add(run, name)
-    forge(run / LAST)
-
-
-def list_outside(run: Path) -> None:
-    (run.parent / "secret").write_text("secret")
-    forge(run / LAST, files={"../../../secret": [6, hashlib.sha256(b"secret").hexdigest()]})
-
-
-def link_checkpoint(run: Path) -> None:
-    faults.link(run / LAST, run.parent)
+    (run / LAST / name).write_text("{}")
 
 
 def rename_checkpoint(run: Path) -> None:
@@ -83,91 +57,34 @@ def take_another_tokenizer(run: Path) -> None:
     (run / "tokenizer.json").write_text(CharTokenizer("abc").to_json())
 
 
-NOT_OURS = (
-    "weights/final_norm.scale/zarr.json",
-    "weights/final_norm.scale/.zattrs",
-    "weights/manifest.ocdbt",
-    "weights/ocdbt.process_0/manifest.ocdbt",
-    "weights/zarr.json",
-    "other/_METADATA",
-)
 # what can't be done to just any file: it needs to know a checkpoint's format
 FAULTS_OF_THE_FORMAT: list[tuple[Callable[..., object], dict[str, object], str]] = [
     (rename_checkpoint, {}, "80/.* it belongs to step 11"),
     (add, {"name": "weights/extra"}, "weights/extra is not in the manifest; checkpoint 8 is"),
     # or a damaged checkpoint could pass for the best
     (edit, {"name": "manifest.json", "validation_loss": 0.1}, "json .* SHA-256 does not match"),
-    (list_outside, {}, "secret is missing"),
-    (edit_header, {"chunks": [1 << 50]}, LARGE),
-    (edit_header, {"shape": [1 << 50]}, LARGE),
-    (edit_header, {"shape": [-1]}, r"shape is \[-1\]"),
-    (edit_header, {"chunks": [0]}, r"chunks is \[0\]"),
-    (edit_header, {"dtype": "<V999999"}, "not one that jgpt writes"),
-    (edit_header, {"compressor": {"id": "zlib", "level": 1}}, "compressor is not zstd alone"),
-    (edit_header, {"filters": [{"id": "delta"}]}, "compressor is not zstd alone"),
-    *(
-        (add_and_forge, {"name": name}, f"11/{name} is not a file that jgpt writes")
-        for name in NOT_OURS
-    ),
     (take_another_tokenizer, {}, "checkpoints/11 was saved with another tokenizer than"),
-    (link_checkpoint, {}, "checkpoints/11 is a link or not a file"),
-    (lambda run: os.mkfifo(run / LAST / "pipe"), {}, "11/pipe is a link or not a file"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "options", "reason"), FAULTS_OF_THE_FORMAT)
-def test_a_fault_is_named_and_nothing_foreign_is_touched(run, tmp_path, fault, options, reason):
+def test_a_fault_of_a_checkpoint_is_named(run, fault, options, reason):
     fault(run, **options)
-    elsewhere = files_in(tmp_path)
 
     with pytest.raises(ValueError, match=reason):
         load(run, which="last")
-    assert files_in(tmp_path) == elsewhere
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{LAST}/manifest.json"])
-def test_a_fault_of_a_text_file_is_named_and_nothing_foreign_is_touched(run, tmp_path, name, fault):
-    fault.apply(run / name, tmp_path)
+def test_a_fault_of_a_text_file_is_named(run, name, fault):
+    fault.apply(run / name)
     reason = f"{Path(name).name}.*{fault.said}"
     if name == "config.json" and not (run / name).is_file():
         reason = r"is not a run directory: it has no config\.json"
-    elsewhere = files_in(tmp_path)
 
     with pytest.raises((ValueError, FileNotFoundError), match=reason):
         load(run, which="last")
-    assert files_in(tmp_path) == elsewhere
-
-
-def test_a_run_with_a_link_for_its_metrics_is_not_loaded(run, tmp_path):
-    """Though nothing is read of them: the next resumption would write through the link."""
-    faults.link(run / "metrics.jsonl", tmp_path)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is a link"):
-        load(run, which="last")
-
-
-def files_in(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def test_metrics_larger_than_memory_are_read_up_to_their_last_line(run):
-    lines = RunDirectory(run).metrics()
-    faults.grow(run / "metrics.jsonl", run.parent)
-    assert RunDirectory(run).metrics() == lines
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("metrics.jsonl", "hard link"), ("provenance.jsonl", "hard link"), ("lock", "pipe")],
-)
-def test_what_is_no_file_of_the_run_is_neither_read_nor_written(copy, run, tmp_path, name, kind):
-    kept = (run / name).rename(tmp_path / name)
-    before = kept.read_bytes()
-    os.mkfifo(run / name) if kind == "pipe" else (run / name).hardlink_to(kept)
-
-    with pytest.raises(ValueError, match=f"{name} is a link or not a file"):
-        fit(copy, resume=True)
-    assert kept.read_bytes() == before
 
 
 def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
@@ -184,7 +101,6 @@ def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
 
 
 def test_a_second_process_is_rejected_until_the_first_is_gone(copy, run):
-    (run / "lock").write_text("4194304999\n")  # longer than any process's
     code = (
         "import sys; from pathlib import Path; from jgpt.runs.directory import RunDirectory\n"
         f"with RunDirectory(Path({str(run)!r})).locked(): print('locked', flush=True); input()"
@@ -193,8 +109,7 @@ def test_a_second_process_is_rejected_until_the_first_is_gone(copy, run):
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"locked\n"
-        assert (run / "lock").read_text() == f"{holder.pid}\n"
-        with pytest.raises(BlockingIOError, match=rf"is in use by process {holder.pid}\b"):
+        with pytest.raises(BlockingIOError, match="is in use by another process"):
             fit(copy, resume=True)
         load(run)  # but it may be read
         holder.kill()
@@ -247,14 +162,6 @@ def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
     for path in (REPOSITORY / "jgpt").rglob("*.py"):
         if path.name != "contract.py":
             assert unsafe.search(path.read_text()) is None, path.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(fuzz.TARGETS))
-def test_mutated_files_raise_documented_errors_alone(name, tmp_path):
-    inputs = 60 if "checkpoint" in name or name == "config.json" else 200
-    figures = runner.measure(fuzz.variant(name, inputs), 1, tmp_path)
-    assert figures["rejected"] + figures["loaded"] == inputs
 
 
 def test_a_run_whose_folder_is_replaced_stops_and_writes_nothing_into_the_new_one(poem, tmp_path):

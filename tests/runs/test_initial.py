@@ -230,10 +230,10 @@ def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
     assert named(trained.directory, "--tokenizer", "char").tokenizer == "char"
     with pytest.raises(ValueError, match="which the run takes: leave out tokenizer='char'"):
         named(run, "--tokenizer", "char")
-    tokenizer.save_gpt2(tmp_path)
+    tokenizer.to_hf().model.save(str(tmp_path))
     files = ("--tokenizer", "gpt2", "--tokenizer-files", str(tmp_path))
     assert named(run, *files).tokenizer == "gpt2"
-    jgpt.BPETokenizer.train(["hgfedcba " * 40], 263).save_gpt2(tmp_path)
+    jgpt.BPETokenizer.train(["hgfedcba " * 40], 263).to_hf().model.save(str(tmp_path))
     with pytest.raises(ValueError, match="which the run takes: leave out tokenizer_files="):
         named(run, *files)
 

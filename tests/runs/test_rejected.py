@@ -16,7 +16,7 @@ import jgpt
 from jgpt import TrainConfig, fit
 from jgpt.durable import locked
 from jgpt.fitting.progress import Progress
-from jgpt.runs import manifest
+from jgpt.runs import directory, manifest, target
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.runs import faults
@@ -77,7 +77,7 @@ class Reason:
 
 def damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = max((folder / "checkpoints" / "11" / "weights").rglob("*"), key=_size)
-    faults.flip_a_bit(largest, folder.parent)
+    faults.flip_a_bit(largest)
 
 
 def _size(path: Path) -> int:
@@ -129,7 +129,9 @@ def half_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REASONS = {
-    "resume with a custom model": Reason("or it is of another model", options={"model": Table}),
+    "resume with a custom model": Reason(
+        "or of a model other than the config", options={"model": Table}
+    ),
     "resume with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "resume with a custom optimizer": Reason(
         "can't be read: it is damaged, or of a", options={"optimizer": sgd}
@@ -205,12 +207,12 @@ def bytes_of_run(folder: Path) -> dict[str, bytes | None]:
 def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
     """What it decides by can't change in between, and a slow disk is asked once."""
     read = []
-    read_file = manifest.read_file
+    parse_file = manifest.parse_file
     provenance = RunDirectory.provenance
 
-    def recorded_file(path):
+    def recorded_file(path, parse):
         read.append(path.name)
-        return read_file(path)
+        return parse_file(path, parse)
 
     def recorded_provenance(run):
         read.append("provenance.jsonl")
@@ -220,7 +222,8 @@ def test_a_start_reads_the_files_of_its_run_once(copy, monkeypatch):
         def started(self, config, dataset, state, out):
             read.append("started")
 
-    monkeypatch.setattr(manifest, "read_file", recorded_file)
+    for module in (manifest, directory, target):
+        monkeypatch.setattr(module, "parse_file", recorded_file)
     monkeypatch.setattr(RunDirectory, "provenance", recorded_provenance)
     config = dataclasses.replace(copy, steps=12)
     fit(config, resume=True, progress=Started())
@@ -252,7 +255,7 @@ def test_a_new_start_that_is_rejected_leaves_nothing(small_run, tmp_path, make):
 @pytest.mark.slow
 def test_a_resumed_run_is_as_before_after_a_rejected_start(copy, trained):
     """The config's record of the model has not changed either, so the run loads."""
-    with pytest.raises(ValueError, match="or it is of another model"):
+    with pytest.raises(ValueError, match="or of a model other than the config"):
         fit(copy, model=Table, resume=True, progress=None)
     model, _, config = jgpt.load(str(copy.out))
     assert config.model.make is None
