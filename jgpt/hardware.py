@@ -187,25 +187,19 @@ def devices_of_processes() -> list[int]:
 
 
 def memory_in_use() -> int | None:
-    """Return the peak memory of the device in bytes, or that of this process on a CPU."""
+    """Return the peak memory of the device in bytes; on a CPU, that of this process under Linux."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics:
         return statistics.get("peak_bytes_in_use")
-    if sys.platform == "win32":
-        return None
     status = Path("/proc/self/status")
-    if status.exists():
-        # On Linux, ru_maxrss begins with the memory of the parent when it started this process: 1.4
-        # GB in a child of a large notebook. VmHWM is only that of this program.
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if found:
-            return 1024 * int(found[1])
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":  # in bytes on macOS, in KiB elsewhere
-        return peak
-    return 1024 * peak
+    if not status.exists():  # as on a Mac
+        return None
+    # On Linux, ru_maxrss begins with the memory of the parent when it started this process: 1.4 GB
+    # in a child of a large notebook. VmHWM is only that of this program.
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    if found is None:
+        return None
+    return 1024 * int(found[1])
 
 
 def memory_limit() -> int | None:
@@ -248,24 +242,6 @@ def this_machine(platform: Platform | None = None) -> Machine:
         device_memory=memory_limit(),
         host_memory=host_memory(),
     )
-
-
-OPEN_FILES = 128
-"""The least number of open files; saving a checkpoint takes more than 64."""
-
-
-def require_open_files() -> None:
-    """Raise ValueError if a process may open too few files to save a checkpoint."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < OPEN_FILES:
-        raise ValueError(
-            f"a process may open {allowed} files here, and training needs {OPEN_FILES}: raise the "
-            "limit, with ulimit -n 1024"
-        )
 
 
 _LOWERING_CACHES = (

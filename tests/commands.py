@@ -5,13 +5,16 @@ that no test has set up.
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,11 +22,6 @@ from typing import NamedTuple, TextIO
 from unittest import mock
 
 from jgpt.cli import main, terminal
-
-if sys.platform != "win32":
-    import fcntl
-    import resource
-    import termios
 
 
 class Finished(NamedTuple):
@@ -47,10 +45,7 @@ def refused(
     *arguments: object, stdin: bytes = b"", cwd: Path | None = None, columns: int = 80
 ) -> str:
     """The one line that a refused command prints, on a terminal where there are such."""
-    if sys.platform == "win32":
-        code, _, shown = jgpt(*arguments, stdin=stdin, cwd=cwd)
-    else:
-        code, shown = on_terminal(columns, *arguments, stdin=stdin, cwd=cwd)
+    code, shown = on_terminal(columns, *arguments, stdin=stdin, cwd=cwd)
     assert code == 2, shown
     # what a spinner has drawn, and erased, comes before
     *drawn, line = re.split(r"\r|\n|\x1b\[[?\d;]*[A-Za-z]", shown.strip("\r\n"))

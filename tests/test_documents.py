@@ -380,7 +380,6 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="a session of a Unix shell")
 def test_a_page_is_a_session(shell, tmp_path):
     names: dict[str, Any] = {"__name__": "__main__"}
     metrics_of_killed = tmp_path / "runs" / "squared_relu-5" / "metrics.jsonl"

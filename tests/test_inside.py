@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import sys
 import threading
 from typing import Any
 
@@ -631,7 +630,6 @@ def test_a_size_that_is_given_is_a_factor_of_a_product():
     assert str(named).splitlines()[-1].split() == ["result", "float32[tokens=3*t]"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
 def test_a_terminal_shows_dimension_names_in_colours(monkeypatch):
     plain = worked("shapes", "tiny")
     assert "\x1b" not in plain

@@ -12,7 +12,7 @@ HANG_UP = getattr(signal, "SIGHUP", None)
 """The terminal was closed. Windows has no such signal."""
 SECONDS_UNTIL_AGAIN = 0.02
 BROKEN_PIPE = 13
-"""SIGPIPE, which Windows has not."""
+"""The number of SIGPIPE."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if HANG_UP is not None:
     SIGNALS.append(HANG_UP)

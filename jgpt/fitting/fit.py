@@ -32,11 +32,9 @@ from jgpt.hardware import (
     memory_in_use,
     process_index,
     release_memory,
-    require_open_files,
     this_machine,
 )
-from jgpt.nn.consistency import inconsistencies
-from jgpt.nn.models import LanguageModel, abstract_model
+from jgpt.nn.models import LanguageModel
 from jgpt.parallel.mesh import current_mesh, use_mesh
 from jgpt.parallel.processes import raise_in_all_processes, require_same
 from jgpt.refusal import Field, Message
@@ -164,7 +162,6 @@ def fit(
     machine = this_machine(platform)
     progress = _progress_of_this_process(progress)
     with raise_in_all_processes():
-        require_open_files()
         target = choose_target(config, resume=resume, overwrite=overwrite)
         prepared = prepare(
             config, target, machine, progress, should_stop, dataset=dataset, initial=initial
@@ -373,8 +370,7 @@ def _check_custom_code(
 ) -> None:
     """Trace custom code and what is logged of it, to raise errors before anything is written.
 
-    Also make the next batch, compute a custom objective on it, and warn of a model that computes
-    something else elsewhere than in training.
+    Also make the next batch, and compute a custom objective on it.
     """
     config = prepared.config.trained
     if not any(custom_code(config).values()) and not config.log:
@@ -392,11 +388,6 @@ def _check_custom_code(
     train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
     if config.mesh is not None and (config.optimizer.make or config.objective):
         _require_derivatives(config.mesh, train_steps, arguments)
-    if config.model.make is not None:
-        # One sequence for each device of a mesh, which shards the batch.
-        batch = max(current_mesh().size, 1)
-        for sentence in inconsistencies(abstract_model(config.model), state.weights, batch):
-            progress.warned(sentence)
 
 
 def _require_derivatives(

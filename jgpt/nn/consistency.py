@@ -1,4 +1,4 @@
-"""Checks of a custom model's consistency, which training, sampling and export assume."""
+"""Whether a model is causal, and what a GPT has that its config doesn't describe."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jgpt.nn.models import CachedLanguageModel, LanguageModel, Weights, named_parameters
+from jgpt.nn.models import LanguageModel, Weights, named_parameters
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
@@ -21,59 +21,6 @@ TOLERANCE = 0.03
 NOISE = 0.05
 """The noise added to parameters, since parameters that begin as zeros would hide every
 difference."""
-
-
-@typed
-def inconsistencies(model: LanguageModel, weights: Weights, batch: int = 1) -> list[str]:
-    """Return sentences about results that a model computes inconsistently in two ways.
-
-    An abstract model is enough, since `weights` are the parameters. An error of the model's call is
-    raised; an error that only a KV cache causes becomes a sentence.
-    """
-    graph = nnx.graphdef(model)
-    time = min(model.block_size, TIME)
-    # Drawn by NumPy: a JAX program that draws takes longer to compile than the model.
-    numbers = np.random.default_rng(0).integers(model.vocab_size, size=(batch, time))
-    tokens = jnp.asarray(numbers, jnp.int32)
-    kind = type(model).__name__
-    if isinstance(model, GPT):
-        # A changed part is likely to be the cause.
-        changed = changed_parts(model)
-        if changed:
-            kind = f"{kind} ({', '.join(changed[:3])})"
-
-    # One program for each of the three checks, so that an error in one leaves the other results.
-    sentences = []
-    leak, logits = _run(_logits_and_leak, graph, weights, tokens)
-    if leak > TOLERANCE / 10:  # one program computes both logits, so their rounding is equal
-        sentences.append(
-            f"{kind} is not causal: its logits depend on later tokens, which it is trained to "
-            "predict"
-        )
-    try:
-        difference = _run(_call_difference, graph, weights, tokens, logits)
-    except Exception as error:  # custom code may raise anything
-        sentences.append(f"{kind} can't be called ({_reason(error)}): only hidden and logits can")
-    else:
-        if difference > TOLERANCE:
-            sentences.append(
-                f"{kind}: its call differs from logits(hidden(tokens)), which training and "
-                "sampling use: change hidden or logits instead"
-            )
-    if time < 2 or not isinstance(model, CachedLanguageModel):
-        return sentences
-    advice = "correct that, or set empty_cache = None in the class to sample without a cache"
-    try:
-        difference = _run(_cache_difference, graph, weights, tokens, logits)
-    except Exception as error:
-        sentences.append(f"{kind} can't be sampled with its KV cache ({_reason(error)}): {advice}")
-    else:
-        if difference > TOLERANCE:
-            sentences.append(
-                f"{kind} computes other logits with its KV cache than without, so that samples "
-                f"are not of what is trained: {advice}"
-            )
-    return sentences
 
 
 def is_causal(model: LanguageModel, batch: int = 1) -> bool:
@@ -100,10 +47,6 @@ def _run(function: Callable[..., Any], graph: nnx.GraphDef, *arrays: Any) -> Any
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     compiled = jax.jit(function, static_argnums=0, compiler_options=options)  # 0: the graph
     return compiled(graph, *arrays)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def changed_parts(model: GPT) -> list[str]:
@@ -203,61 +146,16 @@ def _noisy(weights: Weights) -> Weights:
 
 
 @typed
-def _logits_and_leak(
-    graph: nnx.GraphDef, weights: Weights, tokens: Int[Array, "batch time"]
-) -> tuple[Float[Array, ""], Float[Array, "batch time vocab"]]:
-    """Return how strongly logits depend on later tokens, and the logits."""
-    model: Any = nnx.merge(graph, _noisy(weights))
-    known = (tokens.shape[1] + 1) // 2
-    # Every later position gets another token, and the logits before them must stay.
-    later = (tokens[:, known:] + 1) % model.vocab_size  # batch time-known
-    others = tokens.at[:, known:].set(later)
-    logits = model.logits(model.hidden(tokens))  # batch time vocab
-    changed = model.logits(model.hidden(others))
-    return _difference(changed[:, :known], logits[:, :known]), logits
-
-
-@typed
 def _difference_by_padding(
     graph: nnx.GraphDef, weights: Weights, others: Any, tokens: Int[Array, "batch time"]
 ) -> Float[Array, ""]:
     """Return how much logits change when tokens are put behind them."""
     model: Any = nnx.merge(graph, _noisy(weights), others)
     known = (tokens.shape[1] + 1) // 2
-    # Without later tokens, rather than with others as in `_logits_and_leak`: positions that are
-    # counted from the end change with the number of tokens alone.
+    # Without later tokens, rather than with others: positions that are counted from the end change
+    # with the number of tokens alone.
     alone = model(tokens[:, :known])  # batch known vocab
     return _difference(model(tokens)[:, :known], alone)
-
-
-@typed
-def _call_difference(
-    graph: nnx.GraphDef,
-    weights: Weights,
-    tokens: Int[Array, "batch time"],
-    logits: Float[Array, "batch time vocab"],
-) -> Float[Array, ""]:
-    model: Any = nnx.merge(graph, _noisy(weights))
-    return _difference(model(tokens), logits)
-
-
-@typed
-def _cache_difference(
-    graph: nnx.GraphDef,
-    weights: Weights,
-    tokens: Int[Array, "batch time"],
-    logits: Float[Array, "batch time vocab"],
-) -> Float[Array, ""]:
-    """Return the difference of logits with a cache: all but the last token at once, then the last
-    one."""
-    model: Any = nnx.merge(graph, _noisy(weights))
-    batch, time = tokens.shape
-    cache = model.empty_cache(batch, time)
-    first = model.hidden(tokens[:, :-1], cache=cache)  # batch time-1 features
-    last = model.hidden(tokens[:, -1:], cache=cache)  # batch 1 features
-    # The head is called as without a cache, so that only the hidden states differ.
-    cached = model.logits(jnp.concatenate([first, last], axis=1))  # batch time vocab
-    return _difference(cached[:, -1:], logits[:, -1:])
 
 
 @typed

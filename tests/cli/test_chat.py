@@ -2,7 +2,6 @@
 
 import os
 import select
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,6 @@ def test_a_system_message_that_is_too_long_is_said(run):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
 def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
     run = chat_run(tmp_path / "run", block_size=4096)
     with in_a_terminal("chat", run, *GREEDY, 3000) as (process, screen):

@@ -585,7 +585,6 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="files have no limits there")
 @pytest.mark.parametrize(
     "command",
     [

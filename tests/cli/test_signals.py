@@ -88,10 +88,6 @@ def test_the_first_asks_and_the_second_leaves(heard, number):
     assert heard.calls == ["first", "second", 143]
 
 
-needs_hang_up = pytest.mark.skipif(sys.platform == "win32", reason="no SIGHUP there")
-
-
-@needs_hang_up
 def test_a_closed_terminal_is_one_request_however_often_it_is_told_of(heard):
     first = threading.Event()
     with stop_requested(first.set, lambda: heard.calls.append("second")) as codes:
@@ -105,7 +101,6 @@ def test_a_closed_terminal_is_one_request_however_often_it_is_told_of(heard):
     assert heard.calls == ["second", 130]
 
 
-@needs_hang_up
 def test_under_nohup_a_closed_terminal_is_no_request(heard):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -120,7 +115,6 @@ def test_under_nohup_a_closed_terminal_is_no_request(heard):
 
 
 @pytest.mark.slow
-@needs_hang_up
 def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     """The system tells the process, as a shell would, and what it still says goes nowhere."""
     train = ("train", "bigram", "--data", poem, "--out", tmp_path / "run")
@@ -192,7 +186,6 @@ main(["nothing"])
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize(
     "where",
     [
@@ -238,7 +231,6 @@ main()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize("before", ["done", "interrupted before"])
 def test_an_interruption_at_exit_says_nothing(before):
     """There JAX gives back what it holds, and Python would only report what is raised."""
@@ -249,7 +241,6 @@ def test_an_interruption_at_exit_says_nothing(before):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
 @pytest.mark.parametrize("name", ["sample", "eval"])
 def test_an_interruption_at_any_time_ends_a_command(trained, name):
     found = interrupt_often(commands(trained.directory)[name], count=4)

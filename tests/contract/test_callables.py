@@ -66,7 +66,6 @@ LOOSE = {
     "generation.decoding.stream",
     "generation.text._encode_prompt",
     "generation.text.default_prompt",
-    "nn.consistency._logits_and_leak",
     "nn.loss._chunked",
     "training.objective.final_hidden",
     "pictures.anatomy.record_calls.<locals>.__call__",

@@ -241,7 +241,6 @@ print(dataset.load_dataset(config, 8, warn=lambda line: print(line, flush=True))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, in_memory, user_cache):
     def start(how):
         command = [sys.executable, "-c", CODE, text, str(user_cache), how]
@@ -438,7 +437,6 @@ def run_python(code, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="the memory of a process")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_text_in_memory_takes_at_most_three_bytes_for_each(tmp_path, kind):
     """With its tokens on the device, which on a CPU are the same memory.
@@ -460,7 +458,6 @@ def test_a_text_in_memory_takes_at_most_three_bytes_for_each(tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="the memory of a process")
 def test_training_on_60_megabytes_takes_three_bytes_for_each(tmp_path):
     """As commands, beside training on a small text; the tokens are on the device, too."""
     peaks = {}

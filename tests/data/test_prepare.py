@@ -84,7 +84,6 @@ def done_files(out):
     return [path for path in found if int(path.read_text().strip("[]").split(",")[0]) > 100_000]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     out = tmp_path / "out"
     config = DataConfig((str(text),), tokenizer="bpe", bpe_vocab_size=300)
@@ -276,7 +275,6 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
     assert tokens_in(out) == WORDS.encode()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a limit of sizes")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "text.txt").write_text("word " * 100_000)
     out = tmp_path / "out"

@@ -194,7 +194,6 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monke
     )
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limit")
 def test_tensorboard_on_a_full_disk_raises_instead_of_waiting_for_its_thread(tmp_path):
     tracker = require_tracker("tensorboard")(tmp_path, 0, TrainConfig(), True)
 

@@ -301,7 +301,6 @@ def test_a_mesh_that_was_given_is_not_replaced_by_the_default():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="resource usage of a child")
 def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
     """Of a state of 340 MB and of activations of 950 MB, with what is saved, evaluated and sampled.
 

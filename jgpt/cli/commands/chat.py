@@ -76,7 +76,7 @@ def _converse(conversation: Any) -> None:
     console = open_console()
     prompt = ""
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # Windows
+        with contextlib.suppress(ImportError):  # a Python may lack it
             import readline  # noqa: F401  # history and editing, for input
         say(console, "Ctrl-C stops an answer, Ctrl-D ends the chat")
         prompt = "> "
