@@ -236,4 +236,4 @@ def test_no_child_process_has_the_working_directory_in_its_path():
                 started.append(module)
                 assert ast.unparse(node.elts[1]) == "'-P'", (module, node.lineno)
         assert source.count("sys.executable") == started.count(module), module
-    assert sorted(started) == ["jgpt.cli.follow", "jgpt.cli.page"]
+    assert sorted(started) == ["jgpt.cli.follow"]

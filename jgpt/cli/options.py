@@ -60,9 +60,6 @@ INSTEAD = {
     "--wandb-log": "is no option: --trackers wandb logs to Weights & Biases",
     "--compile": "is no option: steps are always compiled",
     "--init-from": "is no option: --initial starts from a run or a Hugging Face folder",
-    "--live": "is --page now: it writes RUN/page.html, which needs no server",
-    "--browser": "is no option: open RUN/page.html, which --page writes",
-    "--no-browser": "is no option: --page opens no browser",
 }
 """The answer to an option of training that doesn't exist."""
 INSTEAD_TO_LOOK = {
@@ -109,8 +106,6 @@ class RunOptions:
     """Custom batches: a function in a Python file."""
     profile: int = 0
     """Trace this many steps into RUN/profile."""
-    page: bool = False
-    """Write RUN/page.html, which holds the model, after each evaluation."""
     on: Annotated[str | None, OptionSpec("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False

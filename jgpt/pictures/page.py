@@ -284,14 +284,12 @@ class ModelPages:
         self,
         look: Look,
         text: FirstText,
-        training: dict[str, Any] | None = None,
         other: Look | None = None,
         names: tuple[str, str] = NAMES,
     ) -> str:
         """Return the page of a model's weights, which begins with a text.
 
-        `training` is the progress of a run, for `page/7_training.js`. With `other` the page has the
-        weights of two models, which it calls by their names.
+        With `other` the page has the weights of two models, which it calls by their names.
         """
         named = look.named_weights()
         if other is not None:
@@ -324,7 +322,6 @@ class ModelPages:
             "weights": weights.as_data(),
             "worker": "\n".join(worker),
             "code": self._code,
-            "training": training,
         }
         # The worker's script is text in the page, which the browser runs from memory.
         policy = "connect-src 'none'; worker-src blob:"

@@ -37,8 +37,6 @@ PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples.txt"
 LOSS_PICTURE = "loss.png"
-PAGE = "page.html"
-"""The page that `jgpt train --page` writes."""
 IMPORTED = "imported"
 """The folder with the files about text of an imported model."""
 TENSORBOARD = "tensorboard"
@@ -46,7 +44,7 @@ WANDB = "wandb"
 WANDB_ID = "wandb.id"
 # A new run that replaces an old one starts these files afresh; `create` replaces config and
 # tokenizer.
-_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, PAGE, WANDB_ID)
+_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("profile/plugins", "tensorboard/events.out.tfevents.*")
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")

@@ -340,12 +340,6 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
     assert "a warning" in done.stderr
 
 
-def test_the_page_of_a_run_is_written_by_its_progress(calls):
-    calls.note("jgpt.cli.page.PageProgress", stop=True)
-    type_in("train", "tiny", "--page")
-    assert calls["PageProgress"]["doing"] == "reading the data"
-
-
 def test_the_processes_of_a_run_reach_jax(calls):
     calls.note("jgpt.parallel.processes.joined", stop=True)
     type_in("train", "tiny", "--coordinator", "host:1", "--processes", 3, "--process", 2)
@@ -659,7 +653,7 @@ def test_export(loaded, monkeypatch):
     assert loaded["hf_config"]["zero_biases"] is True
 
 
-REJECTED_BY_PLAN = {"--page", "--coordinator", "--processes", "--process", "--distributed"}
+REJECTED_BY_PLAN = {"--coordinator", "--processes", "--process", "--distributed"}
 WITHOUT_EFFECT_IN_A_PLAN = {"--profile", "--dry-run"}
 
 

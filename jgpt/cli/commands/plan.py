@@ -21,8 +21,6 @@ from jgpt.config import (
 
 def plan(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Show the memory and compute of a training run, here or on other hardware."""
-    if options.page:
-        raise OptionError("--page is for training: a plan has no page")
     if where != ProcessOptions():
         raise OptionError("a plan is for one process: leave out --distributed and --coordinator")
     if options.on is not None:

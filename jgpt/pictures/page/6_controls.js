@@ -50,7 +50,7 @@ function putInAddressSoon() {
 function putInAddress() {
   if (location.protocol === "about:") return;
   const link = JSON.stringify({ ...state, given: givenTokens.get(state.prompt), chosen });
-  history.replaceState(history.state, "", `#${encodeURIComponent(link)}`);
+  history.replaceState(null, "", `#${encodeURIComponent(link)}`);
 }
 async function askAgain() {
   const slow = setTimeout(say, 1000, "the model computes");
@@ -70,7 +70,7 @@ async function askAgain() {
 /** Dim what is of another text than the prompt's, and take it out of reach of keys and screen readers:
  *  what is wrong with the prompt is said beside it. */
 function setAside(isFormer) {
-  const places = "#questions, section:not(#guide, #writing, #training)";
+  const places = "#questions, section:not(#guide, #writing)";
   for (const place of document.querySelectorAll(places)) place.inert = isFormer;
 }
 /** Append a token. */
@@ -180,11 +180,9 @@ function startComputing(found) {
   const link = inAddress();
   state = restored(link);
   startComparing(found.models);
-  if (found.training) startTraining(found.training);
   startWorker(found).then(async () => {
     await showFirst();
     choose(placeIn(link));
-    restorePlace();
   }, giveUp);
 }
 /** Show what another link to this page holds. */

@@ -9,7 +9,6 @@ function draw() {
   drawForward();
   drawCompared();
   if (data.computes) drawFlow();
-  if (training && changed($("growth"), chosen.layer, chosen.head)) drawGrowth();
 }
 
 /** Say what the page is of, and what the model lacks. */
