@@ -615,31 +615,6 @@ def describe_presets(width: int) -> list[str]:
     return lines
 
 
-def words_of(command: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
-    """The words that `parse` reads as these arguments of a command, without those by default."""
-    hints = get_type_hints(command, include_extras=True)
-    words = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        value = values[name]
-        if _spec_in(hints[name]).positional:
-            if isinstance(value, tuple):
-                words.extend(value)
-            elif value is not None:
-                words.append(str(value))
-            continue
-        if value == parameter.default:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, tuple):
-            for part in value:
-                words.append(f"{flag}={part}")
-        else:
-            words.append(f"{flag}={value}")
-    return words
-
-
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:
     """A message as a command says it: `--zero-biases` for `zero_biases=True`.
 

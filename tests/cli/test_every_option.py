@@ -500,7 +500,7 @@ def test_a_size_that_is_not_given_is_a_symbol_beside_one_that_is(calls, given, s
     assert symbol in type_in("shapes", "run", *given, "--depth", 1)
 
 
-def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
+def test_the_source_of_shapes(calls, monkeypatch):
     line = SourceLine(1, "a line", (), is_reached=True)
     functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]
     source = AnnotatedSource(tuple(functions))
@@ -520,15 +520,6 @@ def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
         "tokenizer": "m.py:Words",
         "of": "attend",
         "json": False,
-    }
-
-    (tmp_path / "m.py").touch()
-    calls.note("jgpt.cli.commands.shapes.follow_file", stop=True)
-    type_in("shapes", "run", "--model", "m.py:GPT", "--source", "--follow", cwd=tmp_path)
-    assert calls["follow_file"] == {
-        "path": tmp_path / "m.py",
-        "words": ["shapes", "run", "--model=m.py:GPT", "--source"],
-        "is_json": False,
     }
 
 
