@@ -38,7 +38,6 @@ SHAPES = (
     "trace",
     "expressions",
     "sizes",
-    "operands",
     "values",
     "source",
     "proofs",
