@@ -21,7 +21,7 @@ from jgpt.pictures.model import page_model, require_primitives
 from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
-from jgpt.pictures.weights import OTHER, pack_json, pack_weights
+from jgpt.pictures.weights import pack_json, pack_weights
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
@@ -31,8 +31,6 @@ MOST_PARAMETERS = 150_000_000
 open in Chromium on two cores, and 3.6 GB of memory; 4 tokens a second were written on it."""
 NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
-NAMES = ("model", "other")
-"""What a page calls two models that have no names of their own."""
 
 
 def make_page(
@@ -41,20 +39,16 @@ def make_page(
     name: str,
     prompt: str | None = None,
     max_new_tokens: int | None = 0,
-    other: LanguageModel | None = None,
-    names: tuple[str, str] = NAMES,
 ) -> "Page":
     """Return the page that computes; for a model that no page holds, that of the prompt alone.
 
     Arguments are those of `model_page`. Raises ValueError for a model that no page holds if there
-    is no prompt or another model, and the errors of `model_page` and `look_page`.
+    is no prompt, and the errors of `look_page`.
     """
     try:
-        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens, other, names))
+        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens))
     except Uncomputable as error:
         reason = str(error)
-    if other is not None:
-        raise ValueError(f"{reason}: leave the other model out, for a page of one text alone")
     if prompt is None:
         raise ValueError(
             Message(f"{reason}: give a ", Field("prompt"), ", for a page of that text alone")
@@ -93,73 +87,29 @@ def model_page(
     name: str,
     prompt: str | None = None,
     max_new_tokens: int | None = 0,
-    other: LanguageModel | None = None,
-    names: tuple[str, str] = NAMES,
 ) -> str:
     """Return an HTML page that holds a model, its tokenizer and the programs of its numbers.
 
     The page computes, and everything on it follows what is typed and changed. It begins with the
     prompt and its continuation, sampled as in `look_page`; without a prompt, with a text of
-    `NEW_TOKENS` that the model writes. With another model, the page has the weights of both and
-    shows them side by side; `names` are what it calls them. Raises Uncomputable for a model that is
-    too large or has an operation that the page lacks, and for a tokenizer that it can't encode
-    with; ValueError for another model that differs in more than its weights, or not at all; and the
-    errors of `look_page`.
+    `NEW_TOKENS` that the model writes. Raises Uncomputable for a model that is too large or has an
+    operation that the page lacks, and for a tokenizer that it can't encode with; and the errors of
+    `look_page`.
     """
-    if other is None:
-        require_room(model)
-    else:
-        require_room(model, other)
+    require_room(model)
     vocabulary_for_page(tokenizer)
     look = Look(model, tokenizer, name)
-    other_look = None
-    if other is not None:
-        other_look = Look(other, tokenizer, name, like=look)
-        _require_other_weights(look, other_look, names)
     text = first_text(look, prompt, max_new_tokens)
-    return ModelPages(look).page(look, text, other=other_look, names=names)
+    return ModelPages(look).page(look, text)
 
 
-def require_room(*models: LanguageModel) -> None:
-    """Raise Uncomputable for models that are too large for a page. They may be abstract."""
-    parameters = 0
-    for model in models:
-        parameters += sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+def require_room(model: LanguageModel) -> None:
+    """Raise Uncomputable for a model that is too large for a page. The model may be abstract."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     if parameters > MOST_PARAMETERS:
-        of_both = ""
-        if len(models) > 1:
-            of_both = " of both models together"
         raise Uncomputable(
-            f"{parameters:,} parameters{of_both} are too many for a page, "
-            f"which holds {MOST_PARAMETERS:,}"
+            f"{parameters:,} parameters are too many for a page, which holds {MOST_PARAMETERS:,}"
         )
-
-
-def _require_other_weights(look: Look, other: Look, names: tuple[str, str]) -> None:
-    """Raise ValueError for a second model that differs in more than its weights, or not at all."""
-    first_name, second_name = names
-    first = look.named_weights()
-    second = other.named_weights()
-    for path in first | second:
-        shapes = []
-        for weights in (first, second):
-            described = "missing"
-            if path in weights:
-                described = f"{weights[path].dtype}{list(weights[path].shape)}"
-            shapes.append(described)
-        if shapes[0] != shapes[1]:
-            weight = path.partition("/")[2].replace("/", ".")
-            raise ValueError(
-                f"{weight} is {shapes[0]} in {first_name} and {shapes[1]} in {second_name}: "
-                "a page shows two models of one architecture"
-            )
-    if not other.has_programs_of(look):
-        raise ValueError(
-            f"{first_name} and {second_name} differ in more than their weights: "
-            "a page shows two models of one architecture"
-        )
-    if all(np.array_equal(first[path], second[path]) for path in first):
-        raise ValueError(f"{first_name} and {second_name} have equal weights: give one of them")
 
 
 def _require_causal(model: LanguageModel) -> None:
@@ -280,28 +230,9 @@ class ModelPages:
         self._description = pack_json(page_model(look))
         self._code = code_of(look.model)
 
-    def page(
-        self,
-        look: Look,
-        text: FirstText,
-        other: Look | None = None,
-        names: tuple[str, str] = NAMES,
-    ) -> str:
-        """Return the page of a model's weights, which begins with a text.
-
-        With `other` the page has the weights of two models, which it calls by their names.
-        """
-        named = look.named_weights()
-        if other is not None:
-            # Packed together, so that the size of both decides on their precision.
-            for path, array in other.named_weights().items():
-                named[OTHER + path] = array
-        weights = pack_weights(named)
-        models = [{"name": names[0]} | _expected(look, text, text.numbers, weights.unpacked)]
-        if other is not None:
-            numbers = other(text.tokens, text.prompt)
-            its = {path: weights.unpacked[OTHER + path] for path in look.named_weights()}
-            models.append({"name": names[1]} | _expected(other, text, numbers, its))
+    def page(self, look: Look, text: FirstText) -> str:
+        """Return the page of a model's weights, which begins with a text."""
+        weights = pack_weights(look.named_weights())
         anatomy = look.anatomy
         worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
         data = {
@@ -309,7 +240,7 @@ class ModelPages:
             "computes": True,
             "text": text.text,
             "prompt": text.prompt,
-            "models": models,
+            **_expected(look, text, weights.unpacked),
             "precision": weights.precision,
             "heads": anatomy.heads,
             "paths": {
@@ -328,9 +259,7 @@ class ModelPages:
         return page_of(data, policy=policy, libraries=("tokenizer",))
 
 
-def _expected(
-    look: Look, text: FirstText, numbers: dict[str, Any], unpacked: dict[str, Any]
-) -> dict[str, Any]:
+def _expected(look: Look, text: FirstText, unpacked: dict[str, Any]) -> dict[str, Any]:
     """Return what JAX computes of a text, for a page to say how close its own numbers are.
 
     `unpacked` are the weights that the page has. If they are rounded, `expected_unpacked` is what
@@ -342,7 +271,7 @@ def _expected(
         rounded = look.with_named_weights(unpacked)
         expected_unpacked = _last_log_probabilities(rounded(text.tokens, text.prompt))
     return {
-        "expected": _last_log_probabilities(numbers),
+        "expected": _last_log_probabilities(text.numbers),
         "expected_unpacked": expected_unpacked,
     }
 
@@ -400,17 +329,13 @@ def look(
     tokenizer: Tokenizer,
     prompt: str | None = None,
     max_new_tokens: int = 0,
-    *,
-    other: LanguageModel | None = None,
-    names: tuple[str, str] = NAMES,
 ) -> Page:
     """Return the page of `jgpt look` for a notebook. It holds the model and computes.
 
     It begins with the prompt and `max_new_tokens` tokens that are sampled after it; without a
-    prompt, with a text that the model writes. With `other`, such as another checkpoint of the run,
-    it holds both models and shows them side by side, and `names` are what it calls them. For a
-    model that is too large for a page, the page has the numbers of the prompt alone, and `reason`
-    says why. Raises ValueError for a prompt or a model for which the command ends with an error.
+    prompt, with a text that the model writes. For a model that is too large for a page, the page
+    has the numbers of the prompt alone, and `reason` says why. Raises ValueError for a prompt or a
+    model for which the command ends with an error.
     """
     name = type(model).__name__
-    return make_page(model, tokenizer, name, prompt, max_new_tokens, other, names)
+    return make_page(model, tokenizer, name, prompt, max_new_tokens)

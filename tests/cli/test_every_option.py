@@ -559,20 +559,12 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
     received = calls["make_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
-    assert "other" not in received
     assert str(calls["write_file"]["path"]) == "c.html"
     assert calls["load"] == {
         "run_directory": "run",
         "which": 30,
         **CODE,
     }
-
-    monkeypatch.setattr("jgpt.cli.commands.look._steps_of_two", lambda run, checkpoint: checkpoint)
-    said = type_in("look", "run", *words, "--checkpoint", 40, cwd=tmp_path)
-    received = calls["make_page"]
-    assert (received["other"], received["names"]) == ("the model", ("step 30", "step 40"))
-    assert calls["load"]["which"] == 40
-    assert "the models of steps 30 and 40 are in it" in said
 
 
 def test_new(tmp_path):

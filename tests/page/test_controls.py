@@ -151,7 +151,7 @@ def test_controls_work_by_keyboard_and_have_names(opened):
         opened.press("Tab")
         order.append(opened.run("document.activeElement.id || document.activeElement.className"))
     assert order[:4] == ["sample", "write", "reset", "text"]
-    assert "lens" in order
+    assert "lens-grid" in order
 
 
 @pytest.mark.parametrize("width", [240, 390])

@@ -104,7 +104,7 @@ function drawPart(part) {
   const largest = Math.max(...values.map(Math.abs)) || 1;
   canvas.style.height = `${rows > 1 ? Math.min(8 * rows, 96) : 14}px`;
   paintPixels(canvas, columns, rows, pixels => values.forEach((x, i) => {
-    pixels[i] = pixelOf(x / largest);
+    pixels[i] = pixel(x / largest);
   }));
   if (!part.row.open) return;
   const lines = Array.from({ length: rows }, (_, row) => {
@@ -192,10 +192,9 @@ function drawFlow() {
 }
 function buildFlow() {
   const of = data.gradientOf;
-  const whose = data.difference ? `${nameOfDifference()}: ` : "";
-  $("flow-title").textContent = whose + (of === true
+  $("flow-title").textContent = of === true
     ? `The gradient of the text's loss, ${data.loss.toFixed(3)} nats per token`
-    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`);
+    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`;
   const grid = $("flow-grid");
   grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
   const name = text => element("span", { className: "name" }, text);

@@ -132,7 +132,7 @@ function drawChanges() {
   }
   const { before } = data;
   const { query } = chosen;
-  let effect = data.difference ? describeLosses() : describeLoss(data);
+  let effect = describeLoss();
   if (before) {
     const [token] = before.candidates[query];
     const was = likely({ token, probability: Math.exp(before.log_probabilities[query][0]) });
@@ -143,9 +143,10 @@ function drawChanges() {
   $("code").textContent = data.code;
 }
 /** The loss on the text, of which a single token has none, and what a change did to it. */
-function describeLoss({ next_log_probabilities, before }) {
+function describeLoss() {
   if (time === 1) return "";
-  const is = lossOf(next_log_probabilities[depths]);
+  const { before } = data;
+  const is = lossOf(data.next_log_probabilities[depths]);
   const loss = "Loss on the text:";
   if (!before) return `${loss} ${is.toFixed(3)} nats per token.`;
   const was = lossOf(before.next_log_probabilities);
@@ -175,11 +176,10 @@ function startComputing(found) {
     change({ patch: prompt ? { block, position: chosen.query, prompt } : null });
   };
   $("sample").onclick = sampleToken;
-  $("reset").onclick = () => change(restored({ shown: state.shown }));
+  $("reset").onclick = () => change(restored({}));
   addEventListener("hashchange", openLink);
   const link = inAddress();
   state = restored(link);
-  startComparing(found.models);
   startWorker(found).then(async () => {
     await showFirst();
     choose(placeIn(link));
@@ -226,12 +226,8 @@ function changesIn({ heads, blocks, patch, gradient }) {
 }
 /** A state that lacks nothing, in the controls too. */
 function restored(link) {
-  const { prompt, given, shown } = link;
-  const found = {
-    prompt: typeof prompt === "string" ? prompt : first.text,
-    ...changesIn(link),
-    shown: first.models.length > 1 && SHOWN.includes(shown) ? shown : 0,
-  };
+  const { prompt, given } = link;
+  const found = { prompt: typeof prompt === "string" ? prompt : first.text, ...changesIn(link) };
   if (Number.isInteger(given)) givenTokens.set(found.prompt, given);
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";

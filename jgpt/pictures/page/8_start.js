@@ -3,11 +3,11 @@
 function draw() {
   if (!data) return;
   drawText();
+  drawLens();
   drawBars();
   drawChanges();
   drawAttention();
   drawForward();
-  drawCompared();
   if (data.computes) drawFlow();
 }
 
@@ -15,7 +15,6 @@ function draw() {
 function buildTitle() {
   const { name, vocab_size, prompt, window, blocks, computes, reason } = data;
   const sampled = time - prompt;
-  const isPair = data.pair ? `; two models, ${modelNames.join(" and ")}` : "";
   const bits = lossOf(data.next_log_probabilities[depths].slice(prompt - 1)) / Math.LN2;
   const lacking = [
     data.attention ? [] : "no module with a method weights: no attention is drawn",
@@ -28,12 +27,12 @@ function buildTitle() {
   const size = layers ? `${counted(layers, "layer")} of ${counted(heads, "head")}, ` : "";
   document.title = $("title").textContent = `Inside ${name}`;
   $("summary").textContent = `${size}a vocabulary of ${vocab_size}; `
-    + `${counted(prompt, "token")} of a prompt${sampled ? ` and ${sampled} sampled` : ""}${isPair}`
+    + `${counted(prompt, "token")} of a prompt${sampled ? ` and ${sampled} sampled` : ""}`
     + (lacking.length ? `. This model has ${lacking.join("; ")}.` : "")
     + (reason ? `. Nothing can be typed here: ${reason}.` : "");
   $("lens-part").hidden = depths === 0;
   $("blind-guess").textContent = Math.log2(vocab_size).toFixed(1);
-  $("mean").textContent = sampled && !data.difference ? `mean of what was sampled: ${bits.toFixed(2)} bits` : "";
+  $("mean").textContent = sampled ? `mean of what was sampled: ${bits.toFixed(2)} bits` : "";
   $("windowed").textContent = window
     ? `each token attends to the last ${window} tokens: further ones have no weight` : "";
 }

@@ -12,8 +12,6 @@
 //   gradient  whether each array gets `gradient` beside `values`: that of the text's loss for it; or
 //             of the loss of one token, for a position after the first
 //   hidden    the paths of arrays whose `values` are null
-//   ranked    whether the record gets `ranked`: all candidates and their log probabilities at each
-//             depth and position, {most, tokens, logs}, of which there are `most` in a row
 //
 // The record is that of `Look` in Python, with two differences: arrays have their numbers as they
 // are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
@@ -110,7 +108,7 @@ function streamsFor({patch}, time) {
 }
 
 function compute(request) {
-  const {tokens, prompt = tokens.length, changes = {}, gradient = false, ranked = false} = request;
+  const {tokens, prompt = tokens.length, changes = {}, gradient = false} = request;
   requireFits(tokens);
   let before = null;
   if (isChange(changes)) {
@@ -124,7 +122,6 @@ function compute(request) {
   const {outputs, program} = run(tokens, changes, streams);
   const arrays = arraysOf(outputs, program.rows, tokens.length, request.hidden ?? []);
   const data = dataOf(tokens, prompt, outputs, arrays, before);
-  if (ranked) data.ranked = rankedOf(outputs, tokens.length);
   if (gradient) addGradients(data, gradient, arrays, changes, streams);
   return data;
 }
@@ -169,7 +166,6 @@ function dataOf(tokens, prompt, outputs, arrays, before) {
     before,
   };
   data.arrays = arrays.map(({row, part, isHidden}) => ({
-    index: row.index,
     name: row.name,
     path: row.path,
     dimensions: row.dimensions,
@@ -195,21 +191,6 @@ function lastOf(candidates, best, depth, position) {
   const start = (depth * length + position) * most;
   const part = (x) => Array.from(interpreter.numbersOf(x).subarray(start, start + most));
   return [part(candidates), part(best)];
-}
-
-// All candidates of each depth and position, without padding.
-function rankedOf({candidates, log_probabilities: best}, time) {
-  const [depths, length, most] = candidates.shape;
-  const size = time * most;
-  const ranked = {
-    most, tokens: new Int32Array(depths * size), logs: new Float32Array(depths * size),
-  };
-  for (let depth = 0; depth < depths; depth++) {
-    const start = depth * length * most;
-    ranked.tokens.set(interpreter.numbersOf(candidates).subarray(start, start + size), depth * size);
-    ranked.logs.set(interpreter.numbersOf(best).subarray(start, start + size), depth * size);
-  }
-  return ranked;
 }
 
 // The predictions of the unchanged model.
