@@ -125,7 +125,7 @@ def write_page(preset: str, path: str) -> Figures:
     if model.vocab_size != tokenizer.vocab_size:
         # A letter is a token, as with characters, since there is one merge alone.
         tokenizer = BPETokenizer.train([TEXT], 257).padded_to(model.vocab_size)
-    length = min(Look(model, tokenizer, preset).most_computed_tokens(), MOST_TYPED)
+    length = min(Look(model, tokenizer, preset).most_tokens(), MOST_TYPED)
     Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length]))
     return {"length": length}
 

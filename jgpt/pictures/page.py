@@ -17,7 +17,7 @@ from jgpt.generation.text import default_prompt
 from jgpt.nn.consistency import is_causal
 from jgpt.nn.models import LanguageModel
 from jgpt.pictures.code import code_of
-from jgpt.pictures.model import page_model, require_primitives
+from jgpt.pictures.model import page_model
 from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
@@ -33,54 +33,6 @@ NEW_TOKENS = 48
 """The default number of tokens that a page samples, if they fit."""
 
 
-def make_page(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    name: str,
-    prompt: str | None = None,
-    max_new_tokens: int | None = 0,
-) -> "Page":
-    """Return the page that computes; for a model that no page holds, that of the prompt alone.
-
-    Arguments are those of `model_page`. Raises ValueError for a model that no page holds if there
-    is no prompt, and the errors of `look_page`.
-    """
-    try:
-        return Page(model_page(model, tokenizer, name, prompt, max_new_tokens))
-    except Uncomputable as error:
-        reason = str(error)
-    if prompt is None:
-        raise ValueError(
-            Message(f"{reason}: give a ", Field("prompt"), ", for a page of that text alone")
-        )
-    return Page(look_page(model, tokenizer, prompt, max_new_tokens, name, reason), reason)
-
-
-def look_page(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_new_tokens: int | None,
-    name: str,
-    reason: str | None = None,
-) -> str:
-    """Return an HTML page of the forward pass over a prompt and its sampled continuation.
-
-    The page has the numbers of this text alone. It says the reason why it doesn't compute. The
-    continuation is sampled from the model's distribution (temperature 1), with a fixed key, and
-    stops at `block_size`. If `max_new_tokens` is None, it is `NEW_TOKENS`, or fewer if the page has
-    no room. Raises the errors of `encode_text`, and ValueError for more tokens than the block or a
-    page holds.
-    """
-    prompt_tokens = encode_text(tokenizer, prompt)
-    _require_causal(model)
-    look = Look(model, tokenizer, name)
-    most_tokens = look.most_tokens()
-    count = _count_of_new_tokens(look, len(prompt_tokens), max_new_tokens, most_tokens)
-    tokens = _continued(model, prompt_tokens.tolist(), count)
-    return page_of(look(tokens, len(prompt_tokens)) | {"reason": reason})
-
-
 def model_page(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -91,16 +43,37 @@ def model_page(
     """Return an HTML page that holds a model, its tokenizer and the programs of its numbers.
 
     The page computes, and everything on it follows what is typed and changed. It begins with the
-    prompt and its continuation, sampled as in `look_page`; without a prompt, with a text of
-    `NEW_TOKENS` that the model writes. Raises Uncomputable for a model that is too large or has an
-    operation that the page lacks, and for a tokenizer that it can't encode with; and the errors of
-    `look_page`.
+    prompt and its continuation, as `first_text` makes them. Raises Uncomputable for a model that is
+    too large or has an operation that the page lacks, and for a tokenizer that it can't encode
+    with; ValueError for a model that is not causal; and the errors of `first_text`.
     """
     require_room(model)
-    vocabulary_for_page(tokenizer)
+    _require_causal(model)
+    vocabulary = vocabulary_of(tokenizer)
     look = Look(model, tokenizer, name)
     text = first_text(look, prompt, max_new_tokens)
-    return ModelPages(look).page(look, text)
+    weights = pack_weights(look.named_weights())
+    anatomy = look.anatomy
+    worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
+    data = {
+        "name": name,
+        "text": text.text,
+        "prompt": text.prompt,
+        **_expected(look, text, weights.unpacked),
+        "precision": weights.precision,
+        "heads": anatomy.heads,
+        "paths": {
+            "heads": anatomy.head_outputs,
+            "branches": anatomy.branches,
+            "blocks": anatomy.blocks,
+        },
+        "vocabulary": vocabulary,
+        "description": pack_json(page_model(look)),
+        "weights": weights.as_data(),
+        "worker": "\n".join(worker),
+        "code": code_of(model),
+    }
+    return page_of(data)
 
 
 def require_room(model: LanguageModel) -> None:
@@ -122,31 +95,6 @@ def _require_causal(model: LanguageModel) -> None:
         )
 
 
-def vocabulary_for_page(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a page encodes text with. Raises Uncomputable if it can't be put into a page."""
-    vocabulary = vocabulary_of(tokenizer)
-    if vocabulary["kind"] == "list":
-        raise Uncomputable(
-            f"a page can't encode text with this tokenizer, because {vocabulary['reason']}"
-        )
-    return vocabulary
-
-
-def require_computable(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Raise Uncomputable for a model or a tokenizer that no page can compute with.
-
-    The model may be abstract. Nothing is computed.
-    """
-    require_room(model)
-    vocabulary_for_page(tokenizer)
-    graph, weights = nnx.split(model)
-
-    def trace(weights: Any) -> None:
-        require_primitives(Look(nnx.merge(graph, weights), tokenizer, ""))
-
-    jax.eval_shape(trace, weights)
-
-
 @dataclass(frozen=True)
 class FirstText:
     """The text that a page begins with."""
@@ -155,13 +103,13 @@ class FirstText:
     tokens: list[int]
     prompt: int
     """The number of its first tokens that are the prompt; the model has sampled the others."""
-    numbers: dict[str, Any]
-    """Its numbers as JAX computes them."""
 
 
 def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -> FirstText:
     """Return a prompt and its continuation, or a text that the model writes without a prompt.
 
+    The continuation is sampled from the model's distribution (temperature 1), with a fixed key, and
+    ends where the page has no more room. If `max_new_tokens` is None, it has up to `NEW_TOKENS`.
     Raises the errors of `encode_text`, and ValueError for too many tokens.
     """
     tokenizer = look.tokenizer
@@ -171,15 +119,13 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
         max_new_tokens = max_new_tokens or None
     else:
         beginning = encode_text(tokenizer, prompt).tolist()
-    most_tokens = look.most_computed_tokens()
-    if len(beginning) > most_tokens:
-        look.require_room(len(beginning))
-        vocabulary = f"a vocabulary of {look.model.vocab_size:,}"
-        raise ValueError(
-            f"{len(beginning)} tokens are too many for a page that computes with {vocabulary}: "
-            f"at most {most_tokens}"
-        )
-    count = _count_of_new_tokens(look, len(beginning), max_new_tokens, most_tokens)
+    look.require_room(len(beginning))
+    if max_new_tokens is None:
+        max_new_tokens = NEW_TOKENS
+    if max_new_tokens < 0:
+        raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
+    most_tokens = look.most_tokens()
+    count = min(max_new_tokens, most_tokens - len(beginning))
     continued = _continued(look.model, beginning, count)
     # The prompt as it was given, which decoding may change.
     text = prompt + tokenizer.decode(continued)[len(tokenizer.decode(beginning)) :]
@@ -191,19 +137,7 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
     of_prompt = len(tokens)
     if tokens[: len(beginning)] == beginning:
         of_prompt = len(beginning)
-    return FirstText(text, tokens, of_prompt, look(tokens, of_prompt))
-
-
-def _count_of_new_tokens(
-    look: Look, prompt: int, max_new_tokens: int | None, most_tokens: int
-) -> int:
-    """Return the number of tokens to sample after a prompt of so many tokens."""
-    if max_new_tokens is None:
-        return max(0, min(NEW_TOKENS, most_tokens - prompt))
-    if max_new_tokens < 0:
-        raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
-    # Past the block, the first tokens would leave the context, and the page shows one context.
-    return max(0, min(max_new_tokens, look.model.block_size - prompt))
+    return FirstText(text, tokens, of_prompt)
 
 
 def _continued(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
@@ -217,48 +151,6 @@ def _continued(model: LanguageModel, prompt: list[int], count: int) -> list[int]
     return np.asarray(continued[0]).tolist()
 
 
-class ModelPages:
-    """Pages that hold one model, with different weights: they share its tokenizer and programs.
-
-    Raises Uncomputable for a model or a tokenizer that no page can compute with.
-    """
-
-    def __init__(self, look: Look) -> None:
-        require_room(look.model)
-        _require_causal(look.model)
-        self._vocabulary = vocabulary_for_page(look.tokenizer)
-        self._description = pack_json(page_model(look))
-        self._code = code_of(look.model)
-
-    def page(self, look: Look, text: FirstText) -> str:
-        """Return the page of a model's weights, which begins with a text."""
-        weights = pack_weights(look.named_weights())
-        anatomy = look.anatomy
-        worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
-        data = {
-            "name": look.name,
-            "computes": True,
-            "text": text.text,
-            "prompt": text.prompt,
-            **_expected(look, text, weights.unpacked),
-            "precision": weights.precision,
-            "heads": anatomy.heads,
-            "paths": {
-                "heads": anatomy.head_outputs,
-                "branches": anatomy.branches,
-                "blocks": anatomy.blocks,
-            },
-            "vocabulary": self._vocabulary,
-            "description": self._description,
-            "weights": weights.as_data(),
-            "worker": "\n".join(worker),
-            "code": self._code,
-        }
-        # The worker's script is text in the page, which the browser runs from memory.
-        policy = "connect-src 'none'; worker-src blob:"
-        return page_of(data, policy=policy, libraries=("tokenizer",))
-
-
 def _expected(look: Look, text: FirstText, unpacked: dict[str, Any]) -> dict[str, Any]:
     """Return what JAX computes of a text, for a page to say how close its own numbers are.
 
@@ -268,38 +160,27 @@ def _expected(look: Look, text: FirstText, unpacked: dict[str, Any]) -> dict[str
     expected_unpacked = None
     weights = look.named_weights()
     if any(not np.array_equal(unpacked[path], array) for path, array in weights.items()):
-        rounded = look.with_named_weights(unpacked)
-        expected_unpacked = _last_log_probabilities(rounded(text.tokens, text.prompt))
+        rounded = look.weights_named(unpacked)
+        expected_unpacked = look.log_probabilities(text.tokens, rounded)
     return {
-        "expected": _last_log_probabilities(text.numbers),
+        "expected": look.log_probabilities(text.tokens, look.weights),
         "expected_unpacked": expected_unpacked,
     }
-
-
-def _last_log_probabilities(numbers: dict[str, Any]) -> list[float]:
-    """Return those of the model's own predictions."""
-    return np.ravel(numbers["log_probabilities"][-1]).tolist()
 
 
 def _script(name: str) -> str:
     return (FOLDER / f"{name}.js").read_text(encoding="utf-8")
 
 
-def page_of(
-    data: dict[str, Any], *, policy: str = "connect-src 'none'", libraries: tuple[str, ...] = ()
-) -> str:
-    """Return the page for some data, with scripts that the page's own scripts need.
-
-    The policy forbids the page to send requests, and says what else it may load.
-    """
-    scripts = [_script(name) for name in libraries]
+def page_of(data: dict[str, Any]) -> str:
+    """Return the page for some data."""
+    scripts = [_script("tokenizer")]
     for path in sorted(FOLDER.glob("[0-9]*.js")):  # in the order of the numbers in their names
         scripts.append(path.read_text(encoding="utf-8"))
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         "style": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join(scripts),
-        "policy": policy,
         # No text may end the script element that contains it.
         "data": numbers.replace("<", "\\u003c"),
     }
@@ -313,8 +194,6 @@ class Page:
     """An HTML page, which a notebook shows."""
 
     html: str
-    reason: str | None = None
-    """Why the page has the numbers of one text and doesn't compute; None for one that does."""
 
     def _repr_html_(self) -> str:
         # A separate frame, so that neither its styles nor its scripts affect the notebook.
@@ -333,9 +212,7 @@ def look(
     """Return the page of `jgpt look` for a notebook. It holds the model and computes.
 
     It begins with the prompt and `max_new_tokens` tokens that are sampled after it; without a
-    prompt, with a text that the model writes. For a model that is too large for a page, the page
-    has the numbers of the prompt alone, and `reason` says why. Raises ValueError for a prompt or a
-    model for which the command ends with an error.
+    prompt, with a text that the model writes. Raises ValueError for a prompt or a model for which
+    the command ends with an error.
     """
-    name = type(model).__name__
-    return make_page(model, tokenizer, name, prompt, max_new_tokens)
+    return Page(model_page(model, tokenizer, type(model).__name__, prompt, max_new_tokens))

@@ -20,7 +20,6 @@ from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
 from jgpt.fitting.evaluate import Evaluation
-from jgpt.pictures.page import Page
 from jgpt.presets import PRESETS
 from jgpt.shapes.source import AnnotatedSource, FunctionSource, SourceLine
 from tests.commands import jgpt
@@ -527,7 +526,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
     calls.note("jgpt.pictures.plots.metric_image", b"a metric")
     calls.note("jgpt.pictures.plots.attention_image", b"attention")
-    calls.note("jgpt.pictures.page.make_page", Page("a page"))
+    calls.note("jgpt.pictures.page.model_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
@@ -557,7 +556,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
 
     calls.received.clear()
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
-    received = calls["make_page"]
+    received = calls["model_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
     assert str(calls["write_file"]["path"]) == "c.html"
     assert calls["load"] == {

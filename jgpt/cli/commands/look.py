@@ -34,8 +34,7 @@ def look(
 ) -> Lines:
     """Write an HTML page that shows the inside of a model.
 
-    The page holds the model itself: it computes what you type and change. Of a model that is too
-    large for a page, it has the numbers of the prompt alone.
+    The page holds the model itself: it computes what you type and change.
 
     Args:
         prompt: The text that the page begins with, at most block-size tokens. By default the
@@ -53,7 +52,7 @@ def look(
     name = Path(run).resolve().name
     with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
         from jgpt.pictures.opening import opening_text
-        from jgpt.pictures.page import make_page
+        from jgpt.pictures.page import model_page
 
         loaded, used_tokenizer, config = opened
         # A model near the limit of a page takes half a minute.
@@ -61,9 +60,7 @@ def look(
             if prompt is None:
                 prompt = opening_text(run, config, used_tokenizer, loaded.block_size)
                 max_new_tokens = 0
-            page = make_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
-    write_file(path, page.html)
-    if page.reason is not None:
-        return [f"wrote {out}, the page of this text alone: {page.reason}"]
-    size = format_bytes(len(page.html.encode()))
+            page = model_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
+    write_file(path, page)
+    size = format_bytes(len(page.encode()))
     return [f"wrote {out}, {size}: the model is in it; open it in a browser"]

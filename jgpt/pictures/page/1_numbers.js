@@ -5,22 +5,11 @@
 const $ = id => document.getElementById(id);
 let data, tokens, time, layers, heads, depths, widest;
 
-/** An entry of an array that was sent in one or two bytes an entry. */
-function entry(array, i) {
-  if (!array.steps) decode(array);
-  return array.low + array.step * array.steps[i];
-}
-function decode(array) {
-  const text = atob(array.data);
-  const raw = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) raw[i] = text.charCodeAt(i);
-  array.steps = array.bytes === 2 ? new Uint16Array(raw.buffer) : raw;
-  array.step = (array.high - array.low) / (256 ** array.bytes - 1);
-}
 /** The attention weight of a query on a key, which isn't after it: rows of a triangle, joined. */
 function weight(layer, head, query, key) {
   const triangle = time * (time + 1) / 2;
-  return entry(data.attention, (layer * heads + head) * triangle + query * (query + 1) / 2 + key);
+  const row = (layer * heads + head) * triangle + query * (query + 1) / 2;
+  return data.attention.numbers[row + key];
 }
 
 /** The most likely next tokens at a position, read after so many blocks. */
@@ -66,9 +55,9 @@ function show(found) {
   buildNames();
   buildHeads();
   buildForward();
-  if (data.computes) buildSwitches();
+  buildSwitches();
   choose({});
-  if (worker) buildGuide();
+  buildGuide();
 }
 
 const chosen = { query: 0, key: 0, layer: 0, head: 0, depth: Infinity };
@@ -81,6 +70,6 @@ function choose(changes) {
   chosen.head = clamp(chosen.head, 0, heads - 1);
   chosen.depth = clamp(chosen.depth, 0, depths);
   draw();
-  if (state) putInAddressSoon();
+  putInAddressSoon();
 }
 const goTo = position => ({ query: position, key: position });

@@ -147,7 +147,7 @@ function describeLens(depth, position) {
 
 /** What comes next, the most likely first; after the last token, as it is sampled. */
 function distribution(depth, position) {
-  if (position < time - 1 || depth < depths || !data.computes) return predictions(depth, position);
+  if (position < time - 1 || depth < depths) return predictions(depth, position);
   const [candidates, logs] = data.last;
   return filtered(candidates.map((token, i) => ({ token, log: logs[i] })));
 }
@@ -158,7 +158,7 @@ function drawBars() {
   if (next && !rows.some(each => each.token === next.token)) rows.push(next);
   const largest = Math.max(...rows.map(each => each.probability));
   const before = depth === depths ? data.before : null;
-  const writes = data.computes && query === time - 1;
+  const writes = query === time - 1;
   const readAt = depth < depths ? `, read at: ${depthName(depth)}` : "";
   $("bars-title").textContent = `After ${at(query)}${readAt}`;
   $("bars-legend").textContent = next ? "framed: the token that came next"

@@ -159,7 +159,7 @@ function drawWhy() {
     const array = data.products[name];
     const size = array.shape.at(-1);
     const start = ((layer * heads + head) * time + position) * size;
-    return Array.from({ length: size }, (_, i) => entry(array, start + i));
+    return Array.from(array.numbers.subarray(start, start + size));
   };
   const q = vector("query", query);
   const productsWith = k => q.map((x, i) => x * k[i]);

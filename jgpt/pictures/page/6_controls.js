@@ -123,7 +123,6 @@ function buildSwitches() {
   $("patch-block").max = blocks.length - 1;
 }
 function drawChanges() {
-  if (!data.computes) return;
   for (const input of $("switches").querySelectorAll("input")) {
     const factor = state[input.kind][input.name] ?? 1;
     input.checked = factor !== 0;
@@ -156,12 +155,10 @@ function describeLoss() {
 
 // The controls
 
-function startComputing(found) {
+function start(found) {
   first = found;
   givenTokens.set(first.text, first.prompt);
-  document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
-  for (const id of ["writing", "changes", "dials"]) $(id).hidden = false;
   for (const dial of $("dials").querySelectorAll("input")) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {

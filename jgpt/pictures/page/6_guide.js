@@ -16,7 +16,6 @@ function questions() {
   ].filter(([isThere]) => isThere);
 }
 function buildGuide() {
-  $("guide").hidden = false;
   $("unit").textContent = unit();
   $("piece").textContent = unit() === "letter" ? "a letter, a space or a sign"
     : "a word or a part of one";

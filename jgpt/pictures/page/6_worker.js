@@ -26,7 +26,6 @@ function hearWorker({ data: { id, done, error, token } }) {
 
 /** A switch between the numbers of the forward pass and the gradient of the loss for each. */
 function startGradient() {
-  $("gradient-part").hidden = false;
   $("gradient").onchange = () => change({ gradient: $("gradient").checked });
   $("gradient-of").onclick = () => {
     $("gradient").checked = true;
@@ -84,7 +83,7 @@ async function computed(state) {
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
     $("gradient").disabled = tokens.length < 2;
-    return { ...record, computes: true, text: prompt, code, gradientOf: gradient };
+    return { ...record, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }
@@ -233,7 +232,7 @@ function textsOf({ tokens, candidates, last }) {
   return Object.fromEntries([...all].map(token => [token, tokenizer.textOf(token)]));
 }
 
-/** Python code that computes the changed logits with `jgpt.edit`, as Changes.as_code writes it. */
+/** Python code that computes the changed logits with `jgpt.edit`. */
 function codeOf({ prompt, heads, blocks, patch }, paths) {
   const edits = new Map();
   for (const [name, factor] of Object.entries(heads).sort()) {

@@ -1,4 +1,4 @@
-// The numbers of the page, computed in the page: what jgpt/pictures/numbers.py does in Python.
+// The numbers of the page, computed in the page, by the programs of jgpt/pictures/numbers.py.
 //
 //   const model = createModel(description, weights, interpreter);
 //   const data = model.compute({tokens: [5, 2, 9], prompt: 3, changes: {heads: [[0, 2, 0]]}});
@@ -13,9 +13,8 @@
 //             of the loss of one token, for a position after the first
 //   hidden    the paths of arrays whose `values` are null
 //
-// The record is that of `Look` in Python, with two differences: arrays have their numbers as they
-// are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
-// `texts` is left to the page, which has the tokenizer. With `gradient` it also has `loss`.
+// The record has what the page draws of a text. Its arrays are {shape, numbers}. With `gradient` it
+// also has `loss`.
 "use strict";
 
 function createModel(description, weights, interpreter) {
@@ -205,8 +204,6 @@ function predictionsOf(outputs, tokens) {
   };
 }
 
-const whole = (shape, steps) => ({shape, low: 0, step: 1, steps});
-
 function requireFinite(x) {
   if (!interpreter.isFinite(x)) {
     throw new Error("the forward pass is not finite: the model has diverged");
@@ -231,7 +228,7 @@ function triangles(maps, time) {
   }
   const shape = [maps.length, heads, size];
   requireFinite(interpreter.array("float32", shape, weights));
-  return whole(shape, weights);
+  return {shape, numbers: weights};
 }
 
 // One array of all layers, without padding along the second axis of each.
@@ -247,7 +244,7 @@ function stacked(arrays, time) {
       place += time * features;
     }
   }
-  return whole([arrays.length, rows, time, features], numbers);
+  return {shape: [arrays.length, rows, time, features], numbers};
 }
 
 // An array without padding, with the first axis that grows with the tokens in front.
@@ -260,7 +257,8 @@ function byToken(x, tokenAxes, time) {
 
 function valuesOf(x) {
   const numbers = interpreter.copyOf(x);
-  return whole(x.shape, numbers instanceof Float32Array ? numbers : Float32Array.from(numbers));
+  const isFloat = numbers instanceof Float32Array;
+  return {shape: x.shape, numbers: isFloat ? numbers : Float32Array.from(numbers)};
 }
 
 const depthOf = (path) => path.split(".").length;

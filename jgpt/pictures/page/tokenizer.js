@@ -7,7 +7,6 @@ function makeTokenizer(vocabulary) {
     characters: characterTokenizer,
     bytes: byteTokenizer,
     byte_pairs: bytePairTokenizer,
-    list: listTokenizer,
   };
   const { size, encode, decode, textOf } = kinds[vocabulary.kind](vocabulary);
   const decodeKnown = tokens => {
@@ -63,15 +62,6 @@ function textOfBytes(bytes) {
 }
 function byteTokenizer() {
   return { size: 256, encode: bytesOfText, decode: textOfBytes };
-}
-
-/** Tokens that are chosen and not typed. */
-function listTokenizer({ texts, separator, reason }) {
-  const encode = () => {
-    throw new Error(`choose tokens from the list: ${reason}`);
-  };
-  const textOf = token => texts[token];
-  return { size: texts.length, encode, decode: ids => ids.map(textOf).join(separator), textOf };
 }
 
 // Byte-level byte-pairs, as the tokenizers library encodes with them

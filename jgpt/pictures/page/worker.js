@@ -50,7 +50,7 @@ async function writeOn(id, request) {
 function buffersOf({arrays = [], attention, products}) {
   const all = [attention, products?.query, products?.key];
   for (const {values, gradient} of arrays) all.push(values, gradient);
-  return all.filter((x) => x).map(({steps}) => steps.buffer);
+  return all.filter((x) => x).map(({numbers}) => numbers.buffer);
 }
 
 async function reply(question) {
