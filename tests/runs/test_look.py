@@ -261,12 +261,12 @@ def written(tmp_path_factory):
     return path, record(model, json_of(path)["text"])
 
 
-def open_page(page: Page, path: Path, *how: int) -> None:
+def open_page(page: Page, path: Path, width: int = 1280) -> None:
     """Open a page, and wait until it has computed its first text."""
     page.open("about:blank")
     page.errors.clear()
     page.requests.clear()
-    page.open(path, *how)
+    page.open(path, width)
     page.run(STARTED)
 
 

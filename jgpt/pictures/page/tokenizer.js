@@ -21,7 +21,7 @@ function makeTokenizer(vocabulary) {
     const first = [...decodeKnown([token])];
     return [...decodeKnown([token, token])].slice(first.length).join("");
   };
-  return { kind: vocabulary.kind, size, encode, decode: decodeKnown, textOf: textOf ?? textOfSecond };
+  return { size, encode, decode: decodeKnown, textOf: textOf ?? textOfSecond };
 }
 
 function characterTokenizer({ code_points }) {
