@@ -372,27 +372,6 @@ def ratios(measured: Measured) -> dict[str, Any]:
     return {"ratio": ratio, "added": added}
 
 
-def train_page(options: Rounds, steps: int = 2000) -> None:
-    """`jgpt train` with its page, and without: the time of a step."""
-    variants = []
-    for name in ("alone", "page"):
-        watch = call("watching", "page", steps=steps, out="{out}", written=name == "page")
-        variants.append(Variant(name, watch))
-
-    def slower(measured: Measured) -> dict[str, Any]:
-        page = measured.get("page", {}).get("milliseconds_per_step", [])
-        alone = measured.get("alone", {}).get("milliseconds_per_step", [])
-        slower_by = []
-        for with_page, without in zip(page, alone, strict=False):
-            slower_by.append(with_page / without - 1)
-        median = None
-        if slower_by:
-            median = statistics.median_high(slower_by)
-        return {"steps": steps, "slower_by": slower_by, "median": median}
-
-    compare("train_page", variants, options, slower)
-
-
 def shakespeare_candidates(
     options: Rounds, candidates: tuple[str, ...] = tuple(CANDIDATES), extra: str = ""
 ) -> None:
@@ -531,7 +510,6 @@ COMPARISONS = (
     ablation,
     narrow_loss,
     contract_overhead,
-    train_page,
     shakespeare_candidates,
     shakespeare_best,
     int8,

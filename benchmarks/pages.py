@@ -26,7 +26,7 @@ import tyro
 from runner import ROOT, Figures, Measured, Rounds, Variant, call, compare
 from tables import ON_A_CPU
 
-from jgpt.presets import DEFAULT_PRESET, PRESETS
+from jgpt.presets import PRESETS
 
 sys.path.insert(0, str(ROOT))  # for the tests' browser and weights
 
@@ -42,7 +42,6 @@ MOST_SECONDS = 30
 """A large model is measured less often: nothing is begun after so many seconds."""
 MOST_TYPED = 128
 """The most tokens of the text that is typed at."""
-TWO = f"{DEFAULT_PRESET}, two checkpoints"
 SECONDS = 600
 """The longest wait for a page."""
 OPENED = """
@@ -107,8 +106,8 @@ WRITTEN = """
 """
 
 
-def write_page(preset: str, path: str, twice: bool) -> Figures:
-    """Write the page of a preset, or of two models of it; return the tokens of the whole text."""
+def write_page(preset: str, path: str) -> Figures:
+    """Write the page of a preset; return the tokens of the whole text."""
     from flax import nnx
 
     from jgpt import BPETokenizer, CharTokenizer
@@ -121,17 +120,13 @@ def write_page(preset: str, path: str, twice: bool) -> Figures:
 
     _, config = PRESETS[preset]
     model = abstract_model(run_for_platform(config, this_machine().platform).model)
-    other = None
-    if twice:
-        other = nnx.clone(model)
-        nnx.update(other, randomised(weights_of(other), seed=2))
     nnx.update(model, randomised(weights_of(model)))
     tokenizer = CharTokenizer.from_text(LETTERS)
     if model.vocab_size != tokenizer.vocab_size:
         # A letter is a token, as with characters, since there is one merge alone.
         tokenizer = BPETokenizer.train([TEXT], 257).padded_to(model.vocab_size)
-    length = min(Look(model, tokenizer, preset).most_computed_tokens(), MOST_TYPED)
-    Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length], other=other))
+    length = min(Look(model, tokenizer, preset).most_tokens(), MOST_TYPED)
+    Path(path).write_text(model_page(model, tokenizer, preset, TEXT[:length]))
     return {"length": length}
 
 
@@ -219,12 +214,10 @@ def _result_of(command: list[str]) -> Any:
 def main(options: Rounds) -> None:
     refused = _result_of(call("pages", "refusals"))
     with tempfile.TemporaryDirectory() as folder:
-        pages = [(name, name, False) for name in (*ON_A_CPU, "nanogpt-char", "gpt2")]
-        pages.append((TWO, DEFAULT_PRESET, True))
         variants = []
-        for name, preset, twice in pages:
+        for name in (*ON_A_CPU, "nanogpt-char", "gpt2"):
             path = f"{folder}/{name}.html"
-            written = _result_of(call("pages", "write_page", preset=preset, path=path, twice=twice))
+            written = _result_of(call("pages", "write_page", preset=name, path=path))
             command = call("pages", "measure_page", path=path, length=written["length"])
             variants.append(Variant(name, command))
 

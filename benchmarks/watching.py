@@ -1,8 +1,7 @@
-"""Watch commands: to the first step, to the first sampled text, or training with its page."""
+"""Watch commands: to the first step, to the first sampled text, or training on a large text."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from runner import Figures, jgpt
-
-TRAIN = ("train", "--data", "shakespeare", "--eval-interval", "250", "--sample-tokens", "0")
 
 
 def first_step(out: str) -> Figures:
@@ -53,41 +50,6 @@ def first_text(run: str) -> Figures:
         seconds = time.perf_counter() - began
         process.terminate()
     return {"seconds": seconds}
-
-
-def page(steps: int, out: str, written: bool = False) -> Figures:
-    """The time of a step after the first fifth, in which the process that writes the page starts.
-
-    If `written`, with the run's page; then also the number of evaluations that are on it.
-    """
-    command = jgpt(*TRAIN, "--steps", steps, "--out", out)
-    if written:
-        command += ["--page"]
-    completed = subprocess.run(command, stdout=subprocess.DEVNULL)
-    if completed.returncode:
-        sys.exit(f"{command} ended with {completed.returncode}")
-    figures: Figures = {"milliseconds_per_step": 1000 * seconds_per_step(out, steps // 5)}
-    if written:
-        path = Path(out, "page.html")
-        text = path.read_text(encoding="utf-8")
-        (data,) = re.findall(r'id="data">(.*)</script>', text)
-        training = json.loads(data)["training"]
-        figures["evaluations_shown"] = len(training["snapshots"])
-        figures["page_bytes"] = path.stat().st_size
-    return figures
-
-
-def seconds_per_step(out: str, skipped: int) -> float:
-    """The seconds of a step, without the first steps of a run."""
-    timed = []
-    for line in metrics_of(out):
-        if "seconds" in line and line["step"] > skipped:
-            timed.append(line)
-    first = timed[0]
-    last = timed[-1]
-    seconds = last["seconds"] - first["seconds"]
-    taken_steps = last["step"] - first["step"]
-    return seconds / taken_steps
 
 
 def metrics_of(out: str) -> list[dict[str, Any]]:

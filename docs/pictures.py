@@ -25,8 +25,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, Terminal
 from rich.text import Text
 
 import jgpt
-from jgpt.pictures.training_page import TrainingPage
-from jgpt.runs.directory import PAGE
+from jgpt.pictures.page import model_page
 from jgpt.shapes.expressions import name_sizes
 from jgpt.training.programs import forward_program
 
@@ -156,11 +155,11 @@ def draw_look(run: Path) -> None:
         page.run(f"{section}.scrollIntoView()")
         (PICTURES / f"{name}.png").write_bytes(page.screenshot(whole=False))
 
-    writer = TrainingPage(run, LINE)
-    writer.prepare()
-    writer.update(is_last=True)
+    model, tokenizer, _ = jgpt.load(run)
+    written = run / "look.html"
+    written.write_text(model_page(model, tokenizer, run.name, LINE), encoding="utf-8")
     with browser() as page:
-        page.open(run / PAGE)
+        page.open(written)
         _wait(page, "data && !asking")
         clicked(page, "textSpans[30]")
         clicked(page, "headButtons[heads + 2]")

@@ -38,7 +38,6 @@ SHAPES = (
     "trace",
     "expressions",
     "sizes",
-    "operands",
     "values",
     "source",
     "proofs",
@@ -225,15 +224,3 @@ def test_the_design_names_the_same_layers():
             layers.append(tuple(name.strip(" /") for name in folders.split(",")))
 
     assert tuple(layers) == LAYERS
-
-
-def test_no_child_process_has_the_working_directory_in_its_path():
-    """Python puts it first for `-m` and `-c`: a `secrets.py` there would be run."""
-    started = []
-    for module, source in package().items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.List) and ast.unparse(node).startswith("[sys.executable"):
-                started.append(module)
-                assert ast.unparse(node.elts[1]) == "'-P'", (module, node.lineno)
-        assert source.count("sys.executable") == started.count(module), module
-    assert sorted(started) == ["jgpt.cli.follow", "jgpt.cli.page"]

@@ -326,17 +326,13 @@ def pages_with_commands_to_run() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_commands_to_run(), ids=name)
-def test_commands_give_what_the_page_shows(page, place, trained, monkeypatch):
-    # at idle priority the process of `train --page` waits for minutes beside other tests
-    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None, raising=False)
+def test_commands_give_what_the_page_shows(page, place, trained):
     copy_runs(page, trained.directory, place, COMMANDS_MAKE)
     languages = ["console"]
     if page in RUN:
         languages.append("sh")
-    # all steps take a minute, and the default preset with its page takes six on a busy machine
-    fewer_steps = "--steps 20 --eval-tokens 4096 "
-    text = re.sub("--steps [16]00 ", fewer_steps, page.read_text())
-    text = text.replace("jgpt train --page ", f"jgpt train tiny --page {fewer_steps}")
+    # all steps take a minute
+    text = re.sub("--steps [16]00 ", "--steps 20 --eval-tokens 4096 ", page.read_text())
     for block in blocks(text):
         if block.language not in languages:
             continue

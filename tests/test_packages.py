@@ -64,7 +64,7 @@ def test_a_wheel_has_the_files_that_are_not_python(wheel):
     assert "jgpt/cli/commands/new_gpt.py.txt" in names
     assert "jgpt/cli/commands/new_training.py.txt" in names
     page = {path.name for path in (ROOT / "jgpt" / "pictures" / "page").iterdir()}
-    assert {"page.html", "page.css", "8_start.js"} <= page
+    assert {"page.html", "page.css", "7_start.js"} <= page
     for name in page:
         assert f"jgpt/pictures/page/{name}" in names
 

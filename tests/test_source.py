@@ -229,7 +229,7 @@ def test_a_failing_call_ends_at_its_line_with_the_operands():
     assert list(map(str, last.values)) == ["y: float32[b t 8]", "kernel: float32[7 5]"]
     assert source.error is not None
     assert source.error.startswith("TypeError: dot_general requires contracting dimensions")
-    assert str(source).splitlines()[-5].endswith("! y: float32[b t 8]; kernel: float32[7 5]")
+    assert str(source).splitlines()[-3].endswith("! y: float32[b t 8]; kernel: float32[7 5]")
     assert str(source).endswith("got (8,) and (7,).")
 
 
@@ -250,6 +250,75 @@ def test_a_wrong_call_of_a_typed_function_has_its_reason():
     assert source.functions[-1].lines[-1].text.strip() == "return take(y)"
     assert source.error is not None
     assert source.error.startswith("TypeCheckError: Reason: ")
+
+
+def grown(x: Any) -> Any:
+    def step(carry: Any, row: Any) -> Any:
+        return jnp.concatenate([carry, row]), row
+
+    return jax.lax.scan(step, x[0], x)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda x: len(x.shape) // 0, "ZeroDivisionError: integer division or modulo by zero"),
+        (lambda x: 1 if x.sum() > 0 else 2, "TracerBoolConversionError: Attempted boolean"),
+        (lambda x: float(x.sum()), "ConcretizationTypeError: Abstract tracer value"),
+        (lambda x: x.missing, "AttributeError: "),
+        (
+            grown,
+            "TypeError: scan body function carry input and carry output must have equal types, but "
+            "they differ: The input carry carry has type float32[3] but the corresponding output "
+            "carry component has type float32[6]",
+        ),
+    ],
+)
+def test_an_error_is_in_one_line(function, error):
+    def caller(x):
+        y = x + 1
+        return function(y)
+
+    source = annotated_source(caller, "float32[b 3]")
+    assert source.error is not None
+    assert source.error.startswith(error)
+    assert "\n" not in source.error
+    assert source.reason is None
+
+
+def test_sizes_in_an_error_have_their_names():
+    source = annotated_source(lambda x, bias: x + bias, "float32[b t]", "float32[b]")
+    assert source.error is not None
+    assert source.error.endswith("shapes=[(b, t), (b,)]")
+
+
+@jgpt.typed
+def first_four(x: Float[Array, "batch time"]) -> Float[Array, "batch 4"]:
+    y = x[:, :4]
+    return y
+
+
+def test_a_number_in_an_annotation_is_no_name():
+    lines = str(annotated_source(first_four, "float32[b t]"))
+    assert "| return: float32[batch=b 4]" in " ".join(lines.split())
+
+
+def test_a_rejected_argument_and_a_rejected_result_of_a_typed_function():
+    def caller(x: Any) -> Any:
+        return first_four(x)
+
+    source = annotated_source(caller, "float32[b]")
+    assert source.reason == (
+        'first_four() got a wrong argument `x`: float32[b], and not Float[Array, "batch time"]'
+    )
+    assert source.failing().functions[0].lines[-1].text.strip() == "return first_four(x)"
+
+    source = annotated_source(caller, "float32[b 3]")
+    assert source.reason is not None
+    assert source.reason.startswith("first_four() returned a wrong result: float32[b,3], and not ")
+    (failing,) = source.failing().functions
+    assert (failing.name, failing.lines[-1].text.strip()) == ("first_four", "return y")
+    assert source.functions[-1] == failing
 
 
 def test_what_traces_the_thread_stays_and_is_named():
@@ -395,7 +464,11 @@ def test_values_need_arrays_and_a_failing_call_is_explained():
     with pytest.raises(ValueError, match="values=True needs arrays with values, not 'float32"):
         annotated_source(computed, "float32[b t]", values=True)
     source = annotated_source(wrong, jnp.ones((2, 8)), jnp.ones((7, 5)), values=True)
-    assert source.reason == "y is [2 8], kernel is [7 5]: 8 and 7 don't match"
+    assert source.error == (
+        "TypeError: dot_general requires contracting dimensions to have the same shape, got (8,) "
+        "and (7,)."
+    )
+    assert source.functions[-1].lines[-1].text.strip() == "z = y @ kernel"
 
 
 def test_an_array_inside_a_transformation_has_no_values():
@@ -651,7 +724,6 @@ def test_a_function_that_fails_ends_with_its_source_and_one_line(my_file, option
     assert done.code == 2
     assert done.stderr.splitlines()[-1].startswith("jgpt: TypeError: dot_general requires")
     shown = done.stdout + done.stderr
-    assert "y is [b t 128], kernel is [96 384]: 128 and 96 don't match\n" in shown
     assert "    return y @ kernel   ! y: float32[b t 128]" in shown
 
 
@@ -684,6 +756,7 @@ class GPT(jgpt.GPT):
         y = x[..., :3]
         return x + y
 """
+FAILING_LINE = "return x + y ! x: float32[b t 32]; y: float32[b t 3]"
 FAILING_CONSTRUCTOR = """
 import jax.numpy as jnp
 import jgpt
@@ -701,21 +774,25 @@ TRAIN_TINY = ("train", "tiny", "--data", "text.txt")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "words", "sentence"),
+    ("code", "words", "shown_last"),
     [
-        (FAILING_GPT, (*TRAIN_TINY, "--out", "run"), "x is [b t 32], y is [b t 3]: 32 and 3"),
+        (FAILING_GPT, (*TRAIN_TINY, "--out", "run"), FAILING_LINE),
         *only(
             [],
             [
-                (FAILING_GPT, (*TRAIN_TINY, "--dry-run"), "x is [b t 32], y is [b t 3]: 32 and 3"),
-                (FAILING_GPT, ("info", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3"),
-                (FAILING_GPT, ("shapes", "tiny"), "x is [b t 32], y is [b t 3]: 32 and 3"),
-                (FAILING_CONSTRUCTOR, ("shapes", "tiny"), "`jnp.ones(7)` is [7], `jnp.ones("),
+                (FAILING_GPT, (*TRAIN_TINY, "--dry-run"), FAILING_LINE),
+                (FAILING_GPT, ("info", "tiny"), FAILING_LINE),
+                (FAILING_GPT, ("shapes", "tiny"), FAILING_LINE),
+                (
+                    FAILING_CONSTRUCTOR,
+                    ("shapes", "tiny"),
+                    "self.scale = jnp.ones(7) + jnp.ones(config.block_size) !",
+                ),
             ],
         ),
     ],
 )
-def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words, sentence):
+def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words, shown_last):
     # A module is named after its content, so each case has another one.
     (tmp_path / "my_gpt.py").write_text(f"{code}# {words}\n")
     (tmp_path / "text.txt").write_text("To be or not to be. " * 200)
@@ -727,9 +804,7 @@ def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words,
     *shown, last = done.stderr.splitlines()
     assert last.startswith("jgpt: my_gpt.py, line ")
     assert "Traceback" not in done.stderr
-    (found,) = [line for line in shown if line.startswith(sentence)]
-    assert shown[-1] == found
-    assert " !" in shown[-3]
+    assert " ".join(shown[-1].split()).startswith(shown_last)
     # Python keeps the program of an imported file, unless it is told not to.
     after = [path for path in tmp_path.iterdir() if path.name != "__pycache__"]
     assert sorted(after) == before
@@ -759,8 +834,7 @@ def test_the_source_of_a_run_s_model_that_fails_is_shown(tmp_path, words):
     assert done.code == 2
     *shown, last = done.stderr.splitlines()
     assert last.startswith("jgpt: my_gpt.py, line 9: return x + y: TypeError: ")
-    assert shown[-1] == "x is [b t 32], y is [b t 3]: 32 and 3 don't match"
-    assert " !" in shown[-3]
+    assert " ".join(shown[-1].split()) == FAILING_LINE
     assert sorted(path for path in tmp_path.rglob("*.*") if path.suffix != ".pyc") == before
 
 

@@ -28,13 +28,6 @@ Checkpoint = Annotated[
     Literal["best", "last"] | int,
     OptionSpec(help="The best by validation loss, the last, or a step."),
 ]
-Checkpoints = Annotated[
-    tuple[Literal["best", "last"] | int, ...],
-    OptionSpec(
-        help="The best by validation loss, the last, or a step. Give it twice to compare two.",
-        once=True,
-    ),
-]
 Newlines = Annotated[
     bool, OptionSpec(help="Read CR LF and CR as newlines and drop a byte-order mark.")
 ]

@@ -58,9 +58,6 @@ INSTEAD = {
     "--wandb-log": "is no option: --trackers wandb logs to Weights & Biases",
     "--compile": "is no option: steps are always compiled",
     "--init-from": "is no option: --initial starts from a run or a Hugging Face folder",
-    "--live": "is --page now: it writes RUN/page.html, which needs no server",
-    "--browser": "is no option: open RUN/page.html, which --page writes",
-    "--no-browser": "is no option: --page opens no browser",
 }
 """The answer to an option of training that doesn't exist."""
 INSTEAD_TO_LOOK = {
@@ -105,8 +102,6 @@ class RunOptions:
     """A custom objective: a function in a Python file. The file is executed."""
     batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """Custom batches: a function in a Python file."""
-    page: bool = False
-    """Write RUN/page.html, which holds the model, after each evaluation."""
     on: Annotated[str | None, OptionSpec("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False
@@ -613,31 +608,6 @@ def describe_presets(width: int) -> list[str]:
         line = f"{name:<{column}}{summary}{mark}; {config.steps:,} steps"
         lines.append(textwrap.fill(line, width, subsequent_indent=indent))
     return lines
-
-
-def words_of(command: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
-    """The words that `parse` reads as these arguments of a command, without those by default."""
-    hints = get_type_hints(command, include_extras=True)
-    words = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        value = values[name]
-        if _spec_in(hints[name]).positional:
-            if isinstance(value, tuple):
-                words.extend(value)
-            elif value is not None:
-                words.append(str(value))
-            continue
-        if value == parameter.default:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, tuple):
-            for part in value:
-                words.append(f"{flag}={part}")
-        else:
-            words.append(f"{flag}={value}")
-    return words
 
 
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:

@@ -567,20 +567,6 @@ class BPETokenizer:
         """The tokens that `encode` puts after a text."""
         return _tokens_after_text(self)
 
-    def token_texts(self) -> list[str]:
-        """Return `text_of_token` of each token, all at once."""
-        alone = [[token] for token in range(self.vocab_size)]
-        twice = [[token, token] for token in range(self.vocab_size)]
-        with _failures_raised():
-            texts_alone = self._backend.decode_batch(alone, False)
-            texts_twice = self._backend.decode_batch(twice, False)
-        texts = []
-        for text_alone, text_twice in zip(texts_alone, texts_twice, strict=True):
-            texts.append(text_twice[len(text_alone) :])
-        for token in self._whole_texts:
-            texts[token] = text_of_token(self, token)
-        return texts
-
     @property
     def end_of_text(self) -> int | None:
         """The token of `<|endoftext|>`, which separates documents, or None."""

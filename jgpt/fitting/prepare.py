@@ -114,8 +114,6 @@ def prepare(
     trained = for_machine(recorded, machine)
     # Both before anything is compiled, which `micro_batches=auto` does.
     _require_room(trained, target.path)
-    # The page of a run refuses a model that it has no room for.
-    progress.prepared(recorded, dataset)
     resolved = resolve_micro_batches(recorded, trained, machine, progress.warned)
     replicated = describe_replicated(resolved.trained)
     if replicated is not None:

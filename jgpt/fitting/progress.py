@@ -22,9 +22,6 @@ class Progress:
     def tokenized(self, fraction: float) -> None:
         """Report the tokenized `fraction` of the text: 0 while it is read, 1 at the end."""
 
-    def prepared(self, config: TrainConfig, dataset: Dataset) -> None:
-        """Report a run before anything is written; an error that this raises refuses it."""
-
     def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
         """Report that training starts, or is resumed, at the state's step."""
 

@@ -36,7 +36,7 @@ def page_model(look: Look) -> dict[str, Any]:
         "name": look.name,
         "vocab_size": look.model.vocab_size,
         "block_size": look.model.block_size,
-        "most_tokens": look.most_computed_tokens(),
+        "most_tokens": look.most_tokens(),
         "candidates": CANDIDATES,
         "most_candidates": MOST_CANDIDATES,
         "window": anatomy.window,
@@ -50,22 +50,12 @@ def page_model(look: Look) -> dict[str, Any]:
     }
 
 
-def require_primitives(look: Look) -> None:
-    """Raise Uncomputable if the model needs a primitive that the page lacks; it may be abstract.
-
-    Only the shortest programs are made. Longer ones have the same primitives.
-    """
-    shortest = program_lengths(look)[0]
-    forward_program(look, shortest)
-    gradient_program(look, shortest)
-
-
 def program_lengths(look: Look) -> list[int]:
     """Return the numbers of tokens that programs are made for: texts are padded to the next.
 
     The last length holds every text that a page can show.
     """
-    most = look.most_computed_tokens()
+    most = look.most_tokens()
     block_size = look.model.block_size
     length = min(SHORTEST, block_size)
     lengths = [length]

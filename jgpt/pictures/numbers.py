@@ -1,12 +1,11 @@
 """The numbers on the page of `jgpt look`: a forward pass over a text, with changes."""
 
-import base64
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jgpt.data.tokenizers import Tokenizer, text_of_token
+from jgpt.data.tokenizers import Tokenizer
 from jgpt.pictures.anatomy import (
-    Anatomy,
     RecordedCall,
     anatomy_of,
     attention_weights_of,
@@ -32,12 +30,10 @@ from jgpt.shapes.trace import Shape, ShapeTrace
 from jgpt.words import counted
 
 MOST_WEIGHTS = 4_000_000
-"""The limit of attention weights on a page, which keeps a page below six megabytes."""
-MOST_FINE_WEIGHTS = 1_000_000
-"""The limit of attention weights, and of entries of the forward pass, that take two bytes each."""
+"""The limit of attention weights on a page, which draws all of them for each text."""
 MOST_LOGITS = 1 << 26
-"""The limit of the logits after all layers on a page that computes, which has some arrays of them,
-256 MiB each. GPT-2's logits for 64 tokens are that many, and for 128 they took 46 s in Chromium."""
+"""The limit of the logits after all layers on a page, which has some arrays of them, 256 MiB
+each. GPT-2's logits for 64 tokens are that many, and for 128 they took 46 s in Chromium."""
 MOST_CANDIDATES = 256
 """The number of candidates for the last token, from which the sampling parameters choose."""
 CANDIDATES = 10
@@ -53,49 +49,6 @@ def encode_text(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens"]:
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one character")
     return tokens
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The changes inside a forward pass.
-
-    Heads and blocks are multiplied by a factor; 0 switches them off. A patch replaces the output of
-    a block at a position by that of the same position in another prompt.
-    """
-
-    heads: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Factors by layer and head."""
-    blocks: Mapping[int, float] = field(default_factory=dict)
-    """Factors by layer, for the part that the block adds to the residual stream."""
-    patch: tuple[int, int, str] | None = None
-    """A layer, a position and the other prompt."""
-
-    def as_code(self, anatomy: Anatomy, prompt: str) -> str:
-        """Return Python code that computes the changed logits with `jgpt.edit`."""
-        if self == Changes():
-            return "logits = model(tokens)"
-        lines = [f"tokens = jnp.asarray(tokenizer.encode({prompt!r}))[None]"]
-        edits: dict[str | None, str] = {}
-        for (layer, head), factor in sorted(self.heads.items()):
-            path = anatomy.head_outputs[layer]
-            # The heads of one layer are changed in one expression.
-            expression = edits.get(path, "x")
-            edits[path] = f"{expression}.at[:, {head}].multiply({factor:g})"
-        for layer, factor in sorted(self.blocks.items()):
-            for path in anatomy.branches[layer]:
-                edits[path] = f"{factor:g} * x"
-        if self.patch is not None:
-            layer, position, other_prompt = self.patch
-            path = anatomy.blocks[layer]
-            lines.append(f"other = jnp.asarray(tokenizer.encode({other_prompt!r}))[None]")
-            lines.append(f'patch = jgpt.capture(model, "{path}")(other)["{path}"][:, {position}]')
-            edits[path] = f"x.at[:, {position}].set(patch)"
-        lines.append("edits = {")
-        for path, expression in edits.items():
-            lines.append(f'    "{path}": lambda x: {expression},')
-        lines.append("}")
-        lines.append("logits = jgpt.edit(model, edits)(tokens)")
-        return "\n".join(lines)
 
 
 Dimensions = tuple[tuple[str, Any], ...]
@@ -133,105 +86,50 @@ def tokens_with_logits(blocks: int, vocab_size: int, most: int) -> int:
 
 
 class Look:
-    """The numbers of a page, computed for one text after another.
+    """A model whose numbers a page shows: the program that computes them, and what it is of."""
 
-    It reuses the compiled programs of `like`, which is the same model with other weights.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Tokenizer,
-        name: str,
-        *,
-        like: "Look | None" = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, name: str) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self._graph, weights = nnx.split(model)
         self.weights = nnx.to_pure_dict(weights)
-        if like is not None and self.has_programs_of(like):
-            self.anatomy = like.anatomy
-            self.rows = like.rows
-            self._program = like._program
-        else:
-            self.anatomy = anatomy_of(model)
-            self.rows = functools.cache(self._rows_of)
-            self._program = jax.jit(self.forward)
+        self.anatomy = anatomy_of(model)
+        self.rows = functools.cache(self._rows_of)
+        self.program = jax.jit(self.forward)
 
-    def has_programs_of(self, other: "Look") -> bool:
-        """Return whether the model is that of `other` with other weights."""
-        return self._graph == other._graph
+    def log_probabilities(self, tokens: list[int], weights: Any) -> list[float]:
+        """Return those of the likeliest next tokens at each position, in a row, with some weights.
 
-    def __call__(
-        self, tokens: list[int], prompt: int, changes: Changes = Changes()
-    ) -> dict[str, Any]:
-        """Compute the numbers for tokens, of which the first `prompt` are the prompt.
-
-        Raises ValueError for too many tokens, and for a patch from a prompt of another length.
+        They are what JAX computes of the numbers that a page shows. Raises ValueError if they are
+        not finite.
         """
-        unchanged = None
-        if changes != Changes():
-            unchanged = self._run(tokens, Changes())
-        other_streams = None
-        if changes.patch is not None:
-            _, _, other_prompt = changes.patch
-            other_streams = self._streams_of(other_prompt, len(tokens))
-        outputs = self._run(tokens, changes, other_streams)
-        return self._page_data(tokens, prompt, outputs, unchanged)
-
-    def _streams_of(self, other_prompt: str, time: int) -> Any:
-        """Return what each block returns for a prompt that a patch is taken from."""
-        tokens = encode_text(self.tokenizer, other_prompt).tolist()
-        if len(tokens) != time:
-            raise ValueError(
-                f"the other prompt has {counted(len(tokens), 'token')} and this one "
-                f"{time}: a patch needs as many"
-            )
-        return self._run(tokens, Changes())["streams"]
+        time = len(tokens)
+        count = CANDIDATES
+        if time == 1:  # a single token is the last one, which has all candidates
+            count = MOST_CANDIDATES
+        outputs = self.program(weights, self.inputs(tokens))
+        found = np.asarray(outputs["log_probabilities"], float)[-1, :time, :count]
+        if not np.isfinite(found).all():
+            raise ValueError("the forward pass is not finite: the model has diverged")
+        # float32 has about seven digits; more decimals would only make the page larger.
+        return found.round(7).ravel().tolist()
 
     def most_tokens(self) -> int:
-        """Return the most tokens on a page of this model, as limited by its attention weights."""
+        """Return the most tokens of a text on a page of this model."""
+        blocks = len(self.anatomy.blocks)
+        return tokens_with_logits(blocks, self.model.vocab_size, self._most_tokens_with_maps())
+
+    def _most_tokens_with_maps(self) -> int:
+        """Return the most tokens whose attention weights a page has room for."""
         maps = len(self.anatomy.attention) * self.anatomy.heads
         if maps == 0:
             return self.model.block_size
         # A causal map of n tokens is a triangle of about n**2 / 2 weights.
         return min(self.model.block_size, math.isqrt(2 * MOST_WEIGHTS // maps))
 
-    def most_computed_tokens(self) -> int:
-        """Return the most tokens on a page that computes, which has logits after each layer."""
-        blocks = len(self.anatomy.blocks)
-        return tokens_with_logits(blocks, self.model.vocab_size, self.most_tokens())
-
-    # --- the program ------------------------------------------------------------------------------
-
-    def _run(
-        self, tokens: list[int], changes: Changes, other_streams: Any = None
-    ) -> dict[str, Any]:
-        """Run the program for tokens, which are padded at the end to the program's length.
-
-        Causal attention ignores the padding, so the outputs for the tokens don't depend on it.
-        """
-        time = len(tokens)
-        self.require_room(time)
-        # The next power of two, so that few programs are compiled for prompts of any length.
-        power_of_two = 1 << (time - 1).bit_length()
-        length = min(max(SHORTEST, power_of_two), self.model.block_size)
-        inputs = self.neutral_inputs(length)
-        inputs["tokens"][0, :time] = tokens
-        for (layer, head), factor in changes.heads.items():
-            inputs["heads"][layer, head] = factor
-        for layer, factor in changes.blocks.items():
-            inputs["blocks"][layer] = factor
-        if changes.patch is not None:
-            layer, position, _ = changes.patch
-            inputs["replaced"][layer, position] = True
-            inputs["streams"] = other_streams
-        return self._program(self.weights, inputs)
-
     def require_room(self, time: int) -> None:
-        """Raise ValueError for more tokens than the block or a page of one text has room for."""
+        """Raise ValueError for more tokens than the block or a page has room for."""
         if time > self.model.block_size:
             raise ValueError(
                 Message(
@@ -239,10 +137,32 @@ class Look:
                     Field("block_size", self.model.block_size),
                 )
             )
-        if time > self.most_tokens():
+        if time > self._most_tokens_with_maps():
             layers = counted(len(self.anatomy.attention), "layer")
             heads = counted(self.anatomy.heads, "head")
             raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
+        if time > self.most_tokens():
+            vocabulary = f"a vocabulary of {self.model.vocab_size:,}"
+            raise ValueError(
+                f"{time} tokens are too many for a page with {vocabulary}: "
+                f"at most {self.most_tokens()}"
+            )
+
+    # --- the program ------------------------------------------------------------------------------
+
+    def inputs(self, tokens: list[int]) -> dict[str, Any]:
+        """Return the inputs of the program for a text, with no changes.
+
+        It is padded at the end. Causal attention ignores the padding, so the outputs for the tokens
+        don't depend on it.
+        """
+        time = len(tokens)
+        # The next power of two, so that few programs are compiled for texts of any length.
+        power_of_two = 1 << (time - 1).bit_length()
+        length = min(max(SHORTEST, power_of_two), self.model.block_size)
+        inputs = self.neutral_inputs(length)
+        inputs["tokens"][0, :time] = tokens
+        return inputs
 
     def neutral_inputs(self, length: int) -> dict[str, Any]:
         """Return the inputs of the program for `length` tokens, with no changes.
@@ -392,11 +312,10 @@ class Look:
         """Return the model with other weights."""
         return nnx.merge(self._graph, weights)
 
-    def with_named_weights(self, named: Mapping[str, Any]) -> "Look":
-        """Return the same model with other weights, by the names of `named_weights`."""
+    def weights_named(self, named: Mapping[str, Any]) -> Any:
+        """Return weights as the program takes them: the inverse of `named_weights`."""
         structure = jax.tree.structure(self.weights)
-        weights = jax.tree.unflatten(structure, [named[name] for name in self.named_weights()])
-        return Look(self.model_with(weights), self.tokenizer, self.name, like=self)
+        return jax.tree.unflatten(structure, [named[name] for name in self.named_weights()])
 
     def traced_arrays(self, weights: Any, inputs: dict[str, Any]) -> list[Any]:
         """Return the arrays of a forward pass with the changes in the inputs; the logits are the
@@ -447,107 +366,6 @@ class Look:
 
         jax.eval_shape(trace, self.neutral_inputs(length))
         return arrays
-
-    # --- the data of a page -----------------------------------------------------------------------
-
-    def _page_data(
-        self,
-        tokens: list[int],
-        prompt: int,
-        outputs: dict[str, Any],
-        unchanged: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Return the page's content as plain data, without the padding of the outputs."""
-        anatomy = self.anatomy
-        outputs = jax.device_get(outputs)
-        time = len(tokens)
-        last = time - 1
-        last_candidates = outputs["candidates"][-1, last].tolist()
-        last_log_probabilities = _rounded(outputs["log_probabilities"][-1, last])
-        count = CANDIDATES
-        if time == 1:  # a single token is the last one, which has all candidates
-            count = MOST_CANDIDATES
-        candidates = outputs["candidates"][:, :time, :count]
-        log_probabilities = outputs["log_probabilities"][:, :time, :count]
-        named_tokens = {*tokens, *candidates.ravel().tolist(), *last_candidates}
-        data = {
-            "name": self.name,
-            "vocab_size": self.model.vocab_size,
-            "block_size": self.model.block_size,
-            "window": anatomy.window,
-            "prompt": prompt,
-            "tokens": tokens,
-            "texts": self._texts(named_tokens),
-            "candidates": candidates.tolist(),
-            "log_probabilities": _rounded(log_probabilities),
-            "next_ranks": outputs["next_ranks"][:, :last].tolist(),
-            "next_log_probabilities": _rounded(outputs["next_log_probabilities"][:, :last]),
-            "last": [last_candidates, last_log_probabilities],
-            "blocks": anatomy.switchable_blocks(),
-            "layers": anatomy.switchable_layers(),
-            "heads": anatomy.heads,
-            "attention": None,
-            "products": None,
-            "before": None,
-        }
-        if anatomy.attention:
-            data["attention"] = _attention_data(outputs["attention"], time)
-        if unchanged is not None:
-            data["before"] = _unchanged_data(unchanged, time)
-
-        arrays = self._page_arrays(outputs, time)
-        # From tuples for each layer to stacks over layers: query, key, scale.
-        products = [np.stack(factor) for factor in zip(*outputs["products"], strict=True)]
-        entries = 0
-        for _, array in arrays:
-            entries += array.size
-        for factor in products:
-            entries += factor.size
-        fits = entries <= MOST_FINE_WEIGHTS
-        if products and fits:
-            query, key, scale = products
-            data["products"] = {
-                "scale": float(scale[0]),
-                "query": quantise_for_page(query[:, :, :time]),
-                "key": quantise_for_page(key[:, :, :time]),
-            }
-        data["arrays"] = []
-        for text, array in arrays:
-            values = None  # of too many values, the page still lists the arrays and their sizes
-            if fits:
-                values = quantise_for_page(array)
-            data["arrays"].append(text | {"values": values})
-        return data
-
-    def _texts(self, tokens: set[int]) -> dict[int, str]:
-        texts = {}
-        for token in sorted(tokens):
-            texts[token] = text_of_token(self.tokenizer, token)
-        return texts
-
-    def _page_arrays(self, outputs: dict[str, Any], time: int) -> list[tuple[dict[str, Any], Any]]:
-        """Return each array that grows with the tokens once, by token; parameters are not shown."""
-        shown: dict[tuple[Any, bytes], tuple[dict[str, Any], Any]] = {}
-        rows = self.rows(outputs["candidates"].shape[1])
-        for row, array in zip(rows, outputs["arrays"], strict=True):
-            if not row.token_axes:
-                continue
-            without_padding = [slice(None)] * array.ndim
-            for axis in row.token_axes:
-                without_padding[axis] = slice(time)
-            values = np.asarray(array, np.float32)[tuple(without_padding)]
-            # An array that a module returns unchanged is shown as the result of the outermost such
-            # module. Arrays are compared by their values, since an edit makes an equal new array.
-            identity = (values.shape, values.tobytes())
-            if identity in shown:
-                shown_text, _ = shown[identity]
-                if _depth(shown_text["path"]) <= _depth(row.text["path"]):
-                    continue
-                del shown[identity]  # to get the outermost module's place in the order
-            text = row.text | {"sizes": values.shape}
-            by_token = np.moveaxis(values, row.token_axes[0], 0)
-            shown[identity] = (text, by_token)
-        return list(shown.values())
 
 
 # --- the arrays of a forward pass -----------------------------------------------------------------
@@ -647,54 +465,7 @@ def _joined_heads(x: Any) -> Any:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _depth(path: str) -> int:
-    return path.count(".")
-
-
 def short_name(path: str) -> str:
     """Return the last name in a path, with the number behind it: `blocks.0` of `model.blocks.0`."""
     last_dot = path.rstrip(".0123456789").rfind(".")
     return path[last_dot + 1 :]
-
-
-# --- arrays as plain data -------------------------------------------------------------------------
-
-
-def _attention_data(attention: list[Any], time: int) -> dict[str, Any]:
-    """Return the attention weights up to the diagonal, row by row; those above it are 0."""
-    rows, columns = np.tril_indices(time)
-    weights = np.stack(attention)[..., rows, columns].astype(np.float32)
-    return quantise_for_page(weights, fine=weights.size <= MOST_FINE_WEIGHTS)
-
-
-def _unchanged_data(outputs: dict[str, Any], time: int) -> dict[str, Any]:
-    """Return the predictions of the unchanged model, to be drawn beside the changed ones."""
-    log_probabilities = np.asarray(outputs["log_probabilities"])[-1, :time]
-    next_log_probabilities = np.asarray(outputs["next_log_probabilities"])[-1, : time - 1]
-    candidates = np.asarray(outputs["candidates"])[-1, :time]
-    return {
-        "log_probabilities": _rounded(log_probabilities),
-        "next_log_probabilities": _rounded(next_log_probabilities),
-        "candidates": candidates.tolist(),
-    }
-
-
-def quantise_for_page(array: Any, *, fine: bool = True) -> dict[str, Any]:
-    """Quantise an array to one or two bytes per entry, evenly between its minimum and maximum."""
-    dtype = "u1"
-    if fine:
-        dtype = "<u2"
-    low = float(array.min())
-    high = float(array.max())
-    if not np.isfinite([low, high]).all():
-        raise ValueError("the forward pass is not finite: the model has diverged")
-    most = np.iinfo(dtype).max
-    extent = (high - low) or 1.0  # if all values are equal, the extent is 0
-    steps = np.round((array - low) * (most / extent)).astype(dtype)
-    data = base64.b64encode(steps.tobytes()).decode()
-    return {"shape": array.shape, "low": low, "high": high, "bytes": steps.itemsize, "data": data}
-
-
-def _rounded(array: Any) -> list[Any]:
-    # float32 has about seven digits; more decimals would only make the page larger.
-    return np.asarray(array, float).round(7).tolist()

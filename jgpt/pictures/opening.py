@@ -5,7 +5,7 @@ from pathlib import Path
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import has_shakespeare
 from jgpt.data.dataset import load_dataset, text_sources
-from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
+from jgpt.data.tokenizers import Tokenizer
 from jgpt.pictures.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.provenance import known_text
@@ -24,11 +24,9 @@ def opening_text(
 
     `block_size` is the model's, which may be shorter than the config's: a bigram model's is 1.
 
-    That is the case for a text that is gone, has changed, is large, or must be downloaded, for
-    tokens without text, and for a model that was imported and not trained.
+    That is the case for a text that is gone, has changed, is large, or must be downloaded, and for
+    a model that was imported and not trained.
     """
-    if isinstance(tokenizer, NumberTokenizer):
-        return None
     known = known_text(RunDirectory.open(directory).provenance())
     if known is None:
         return None

@@ -1,8 +1,7 @@
 """What of a tokenizer goes into a page: plain JSON, which `page/tokenizer.js` encodes with.
 
-`vocabulary_of` returns one of four kinds. Characters, bytes and byte-level byte-pairs give the same
-tokens in the page as in Python. Of any other tokenizer the page has the texts of its tokens, to
-choose from.
+`vocabulary_of` returns one of three kinds: characters, bytes and byte-level byte-pairs, which give
+the same tokens in the page as in Python. A page can't encode with any other tokenizer.
 
 One difference is known: the library's normal forms are those of an old Unicode. A browser also
 normalises characters that came later, such as the mark U+1DF6.
@@ -25,12 +24,10 @@ from jgpt.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    CustomTokenizer,
-    NumberTokenizer,
     Tokenizer,
     bytes_of_letters,
-    text_of_token,
 )
+from jgpt.pictures.program import Uncomputable
 
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -45,10 +42,10 @@ class Untranslatable(ValueError):
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a page needs of a tokenizer, as plain JSON data.
+    """Return what a page encodes text with, as plain JSON data.
 
-    Its `kind` is "characters", "bytes" or "byte_pairs"; or "list", with the `texts` of all tokens
-    and the `reason` why a text can't be encoded in the page.
+    Its `kind` is "characters", "bytes" or "byte_pairs". Raises Uncomputable for any other
+    tokenizer.
     """
     if isinstance(tokenizer, CharTokenizer):
         # As numbers: two lone surrogates side by side would be read as another character.
@@ -56,20 +53,13 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
         return {"kind": "characters", "code_points": code_points}
     if isinstance(tokenizer, ByteTokenizer):
         return {"kind": "bytes"}
-    if isinstance(tokenizer, NumberTokenizer):
-        texts = [str(token) for token in range(tokenizer.vocab_size)]
-        return _list_of_texts(texts, "its tokens have no text", separator=" ")
-    if isinstance(tokenizer, CustomTokenizer):
-        texts = [text_of_token(tokenizer, token) for token in range(tokenizer.vocab_size)]
-        return _list_of_texts(texts, "it is a custom tokenizer")
-    try:
-        return _byte_pairs(tokenizer)
-    except Untranslatable as error:
-        return _list_of_texts(tokenizer.token_texts(), str(error))
-
-
-def _list_of_texts(texts: Sequence[str], reason: str, separator: str = "") -> dict[str, Any]:
-    return {"kind": "list", "texts": texts, "separator": separator, "reason": reason}
+    reason = "it is none of characters, bytes and byte-pairs"
+    if isinstance(tokenizer, BPETokenizer):
+        try:
+            return _byte_pairs(tokenizer)
+        except Untranslatable as error:
+            reason = str(error)
+    raise Uncomputable(f"a page can't encode text with this tokenizer: {reason}")
 
 
 def _byte_pairs(tokenizer: BPETokenizer) -> dict[str, Any]:

@@ -18,8 +18,6 @@ MOST_HALF_BYTES = 64_000_000
 """The limit of weights in 16 bits; larger ones are in int8."""
 FEWEST_QUANTISED = 1 << 14
 """The limit of arrays that keep 16 bits beside others in int8: they take little room."""
-OTHER = "other/"
-"""What the names of a second model's weights begin with: the `OTHER` of `page/weights.js`."""
 COMPRESSION = 6
 """The level of gzip: level 9 took several times as long for the same size within 1%."""
 

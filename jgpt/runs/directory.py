@@ -34,8 +34,6 @@ LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples.txt"
 LOSS_PICTURE = "loss.png"
-PAGE = "page.html"
-"""The page that `jgpt train --page` writes."""
 IMPORTED = "imported"
 """The folder with the files about text of an imported model."""
 TENSORBOARD = "tensorboard"
@@ -43,7 +41,7 @@ WANDB = "wandb"
 WANDB_ID = "wandb.id"
 # A new run that replaces an old one starts these files afresh; `create` replaces config and
 # tokenizer.
-_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, PAGE, WANDB_ID)
+_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
 _FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")

@@ -32,7 +32,7 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import TrainState
-from jgpt.user_code import changed_code, load_code, with_code
+from jgpt.user_code import changed_code, with_code
 
 
 class Loaded(NamedTuple):
@@ -74,7 +74,7 @@ def load(
     run = RunDirectory.open(run_directory)
     saved = run.config()
     config = with_code(saved, model, optimizer, tokenizer=tokenizer)
-    loaded_tokenizer = run_tokenizer(run, config.dataset.make)
+    loaded_tokenizer = _tokenizer_of(run, config.dataset.make)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
@@ -84,7 +84,7 @@ def load(
     return Loaded(model_with_weights, loaded_tokenizer, config)
 
 
-def run_tokenizer(run: RunDirectory, code: Any = None) -> Tokenizer:
+def _tokenizer_of(run: RunDirectory, code: Any) -> Tokenizer:
     """Return a run's tokenizer, with the user's `code` if it is of that kind.
 
     Raises ValueError if the code is missing, or that of another tokenizer.
@@ -94,8 +94,6 @@ def run_tokenizer(run: RunDirectory, code: Any = None) -> Tokenizer:
         if code is not None and not isinstance(code, Code):
             raise ValueError(f"{run.path} has a tokenizer of its own: leave out the other one")
         return tokenizer
-    if isinstance(code, str):
-        code = load_code(code)
     return tokenizer.with_code(code)
 
 

@@ -25,7 +25,6 @@ from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.shapes.expressions import name_sizes
-from jgpt.shapes.operands import explain
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
 from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls
 from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
@@ -130,7 +129,7 @@ class AnnotatedSource:
     note: str | None = None
     """A remark about the sizes, in one line."""
     reason: str | None = None
-    """One sentence on the operands that don't fit, if the error is one of shapes."""
+    """What a typed function was given or has returned, in one line, if it has rejected that."""
     error_place: tuple[str, int] | None = None
     """The path and the line that failed, if it is in a function that is shown."""
 
@@ -356,12 +355,6 @@ def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -
             raise ValueError(f"values=True needs arrays with values, not {describe_value(leaf)}")
     folders = folders_of(function)
     recording = _record(function, arrays, folders, has_values=True)
-    if recording.error is not None:
-        # Without a trace, JAX has removed its own frames from the error, and they are what says
-        # which operands don't fit. A trace of the same call fails with all of them.
-        traced = _record(function, arrays, folders)
-        if traced.error is not None:
-            recording = traced
     note = None
     if recording.not_finite is not None:
         place, _, name = recording.not_finite
@@ -764,20 +757,14 @@ class _Recording:
         return None
 
     def fail(self, error: Exception) -> None:
-        """Record the last line that is shown among those that an error passed through.
-
-        It must be called before JAX removes its own frames from the traceback.
-        """
-        if self.error is not None:  # it was recorded where it was raised
-            return
+        """Record the last line that is shown among those that an error passed through."""
         text = str(error).strip()
+        reason = None
         if isinstance(error, TypeCheckError):
             reason = _typed_reason(error)
-            line_of_text = text.rpartition("\n")[2]
-        else:
-            reason = explain(error.__traceback__)
-            line_of_text = text.partition("\n")[0]
-        self.error = f"{type(error).__name__}: {line_of_text}".removesuffix(": ")
+            text = text.rpartition("\n")[2]
+        text = " ".join(text.split())  # JAX's messages may have several lines
+        self.error = f"{type(error).__name__}: {text}".removesuffix(": ")
         self._find_failed_line(error)
         # Texts are records too, so that their sizes get the same names.
         self.records.append(_text_record("error", self.error))
@@ -913,10 +900,6 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
         sys.settrace(recording.trace)
         try:
             function(*arguments)
-        except Exception as error:
-            sys.settrace(None)  # what reads the error is not a part of the call
-            recording.fail(error)
-            raise
         finally:
             sys.settrace(None)
 
@@ -928,8 +911,7 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
                     traced(*arguments)
             else:
                 jax.eval_shape(traced, *arguments)
-        # The source of a call that fails is shown with its error, so nothing is raised. An error
-        # that JAX raises before it calls the function is recorded here.
+        # The source of a call that fails is shown with its error, so nothing is raised.
         except Exception as error:
             recording.fail(error)
 

@@ -561,20 +561,6 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
     assert asked == ["best", "last", 30, "best"]
 
 
-def test_two_checkpoints_of_which_one_can_t_be_read_are_refused_and_nothing_is_written(
-    run, tmp_path
-):
-    shutil.copytree(run, tmp_path / "run")
-    ask = ("look", "run", "--checkpoint", 8, "--checkpoint")
-    said = refused(*ask, 9, cwd=tmp_path)
-    assert said.endswith("run/checkpoints has no checkpoint 9: it has 8, 11")
-    (tmp_path / "run" / "checkpoints" / "11" / "weights" / "extra").write_text("{}")
-    said = refused(*ask, 11, cwd=tmp_path)
-    assert "weights/extra is not in the manifest" in said
-    assert "checkpoint 8 is intact: use --checkpoint 8" in said
-    assert not (tmp_path / "look.html").exists()
-
-
 def test_a_terminal_gets_no_control_characters_from_a_text(two):
     ask = ("sample", two, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
     code, shown = on_terminal(80, *ask)

@@ -20,7 +20,6 @@ from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
 from jgpt.fitting.evaluate import Evaluation
-from jgpt.pictures.page import Page
 from jgpt.presets import PRESETS
 from jgpt.shapes.source import AnnotatedSource, FunctionSource, SourceLine
 from tests.commands import jgpt
@@ -335,12 +334,6 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
     assert "a warning" in done.stderr
 
 
-def test_the_page_of_a_run_is_written_by_its_progress(calls):
-    calls.note("jgpt.cli.page.PageProgress", stop=True)
-    type_in("train", "tiny", "--page")
-    assert calls["PageProgress"]["doing"] == "reading the data"
-
-
 def test_the_processes_of_a_run_reach_jax(calls):
     calls.note("jgpt.parallel.processes.joined", stop=True)
     type_in("train", "tiny", "--coordinator", "host:1", "--processes", 3, "--process", 2)
@@ -499,7 +492,7 @@ def test_a_size_that_is_not_given_is_a_symbol_beside_one_that_is(calls, given, s
     assert symbol in type_in("shapes", "run", *given, "--depth", 1)
 
 
-def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
+def test_the_source_of_shapes(calls, monkeypatch):
     line = SourceLine(1, "a line", (), is_reached=True)
     functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]
     source = AnnotatedSource(tuple(functions))
@@ -521,20 +514,11 @@ def test_the_source_of_shapes(calls, monkeypatch, tmp_path):
         "json": False,
     }
 
-    (tmp_path / "m.py").touch()
-    calls.note("jgpt.cli.commands.shapes.follow_file", stop=True)
-    type_in("shapes", "run", "--model", "m.py:GPT", "--source", "--follow", cwd=tmp_path)
-    assert calls["follow_file"] == {
-        "path": tmp_path / "m.py",
-        "words": ["shapes", "run", "--model=m.py:GPT", "--source"],
-        "is_json": False,
-    }
-
 
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.pictures.plots.runs_image", b"losses")
     calls.note("jgpt.pictures.plots.metric_image", b"a metric")
-    calls.note("jgpt.pictures.page.make_page", Page("a page"))
+    calls.note("jgpt.pictures.page.model_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}
@@ -553,22 +537,14 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
         "m.py:Chess",
     )
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
-    received = calls["make_page"]
+    received = calls["model_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
-    assert "other" not in received
     assert str(calls["write_file"]["path"]) == "c.html"
     assert calls["load"] == {
         "run_directory": "run",
         "which": 30,
         **CODE,
     }
-
-    monkeypatch.setattr("jgpt.cli.commands.look._steps_of_two", lambda run, checkpoint: checkpoint)
-    said = type_in("look", "run", *words, "--checkpoint", 40, cwd=tmp_path)
-    received = calls["make_page"]
-    assert (received["other"], received["names"]) == ("the model", ("step 30", "step 40"))
-    assert calls["load"]["which"] == 40
-    assert "the models of steps 30 and 40 are in it" in said
 
 
 def test_new(tmp_path):

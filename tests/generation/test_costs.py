@@ -62,9 +62,9 @@ def test_a_page_compiles_once_for_all_short_texts():
     model = random_gpt("nanogpt", block_size=32, num_layers=1)
     page: Any = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")
     for length in (3, 5, 16):
-        page([1] * length, length)
+        page.log_probabilities([1] * length, page.weights)
 
-    assert page._program._cache_size() == 1
+    assert page.program._cache_size() == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from flax import nnx
 import jgpt
 from jgpt.nn.consistency import changed_parts, is_causal
 from jgpt.nn.int8 import with_int8_weights
-from jgpt.pictures.page import look_page
 from tests.models import config_of
 
 CONFIG = config_of("gpt2", num_layers=1)
@@ -123,14 +122,6 @@ def test_there_is_no_page_of_a_model_that_is_not_causal(prompt):
 
     with pytest.raises(ValueError, match=r"^CountsFromTheEnd is not causal: its logits depend"):
         jgpt.look(CountsFromTheEnd(CONFIG, rngs=nnx.Rngs(0)), tokenizer, prompt)
-
-
-def test_there_is_no_page_of_one_text_of_a_model_that_is_not_causal():
-    tokenizer = jgpt.CharTokenizer("\nabcdefghijklmnop")
-    look_page(Sums(CONFIG, rngs=nnx.Rngs(0)), tokenizer, "abc", 0, "sums")  # the control
-
-    with pytest.raises(ValueError, match=r"^Peeks is not causal: its logits depend"):
-        look_page(Peeks(CONFIG, rngs=nnx.Rngs(0)), tokenizer, "abc", 0, "peeks")
 
 
 def test_a_diverged_model_is_not_said_to_depend_on_later_tokens():

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.pictures.numbers import Changes
 from jgpt.pictures.page import Page as ShownPage
-from jgpt.pictures.page import look_page, make_page, model_page
+from jgpt.pictures.page import model_page
 from tests.browser import CHROMIUM, TWO_FRAMES, Page, shared_browser
+from tests.page.records import Changes, record_of
 from tests.page.test_page import STARTED, said
 from tests.page.test_program import TOKENIZER, look_of
-from tests.runs.test_look import cell_of, json_of, middle_of, unpacked
+from tests.runs.test_look import cell_of, json_of, middle_of
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
@@ -69,11 +69,11 @@ def turn(page: Page, dial: str, value: float) -> None:
 def test_three_questions_are_answered_by_clicking(opened, look):
     """Which letters made this prediction; what happens without a head; what gives a weight."""
     tokens = TOKENIZER.encode(PROMPT).tolist()
-    data = look(tokens, 7)
-    weights = unpacked(data["attention"])[1, 2, 15:21]  # row by row, up to the diagonal
-    queries = unpacked(data["products"]["query"])[1, 2]
-    keys = unpacked(data["products"]["key"])[1, 2]
-    without_head = look(tokens, 7, Changes(heads={(1, 2): 0}))
+    data = record_of(look, tokens)
+    weights = data["attention"][1, 2, 15:21]  # row by row, up to the diagonal
+    queries = data["products"]["query"][1, 2]
+    keys = data["products"]["key"][1, 2]
+    without_head = record_of(look, tokens, changes=Changes(heads={(1, 2): 0}))
     loss = mean_loss(data)
     loss_without_head = mean_loss(without_head)
 
@@ -151,7 +151,7 @@ def test_controls_work_by_keyboard_and_have_names(opened):
         opened.press("Tab")
         order.append(opened.run("document.activeElement.id || document.activeElement.className"))
     assert order[:4] == ["sample", "write", "reset", "text"]
-    assert "lens" in order
+    assert "lens-grid" in order
 
 
 @pytest.mark.parametrize("width", [240, 390])
@@ -181,12 +181,10 @@ def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, widt
 
 @pytest.mark.slow
 def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp_path):
-    page = make_page(look.model, TOKENIZER, "run", "tra", max_new_tokens=4)
     path = tmp_path / "page.html"
-    path.write_text(page.html)
+    path.write_text(model_page(look.model, TOKENIZER, "run", "tra", max_new_tokens=4))
     open_page(chromium, path)
 
-    assert page.reason is None
     assert json_of(path)["prompt"] == 3
     assert chromium.run("textSpans.map(each => each.classList.contains('prompt'))") == [
         *[True] * 3,
@@ -196,18 +194,6 @@ def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp
     chromium.run("change({ prompt: 'trac' })")
     assert "4 tokens of a prompt." not in said(chromium, "summary")
     assert said(chromium, "summary").endswith("; 4 tokens of a prompt")
-
-
-@pytest.mark.slow
-def test_a_page_of_one_text_says_why_nothing_can_be_typed(chromium, look, tmp_path):
-    path = tmp_path / "look.html"
-    path.write_text(look_page(look.model, TOKENIZER, "tra", 0, "run", "it is <b>large</b>"))
-    chromium.errors.clear()
-    chromium.open(path)
-
-    assert said(chromium, "summary").endswith("Nothing can be typed here: it is <b>large</b>.")
-    assert chromium.run("$('writing').hidden")
-    assert chromium.errors == []
 
 
 @pytest.mark.slow
@@ -260,9 +246,8 @@ def test_the_map_of_a_phone_shows_the_chosen_weight(chromium, tmp_path):
     )
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     path = tmp_path / "look.html"
-    path.write_text(look_page(model, TOKENIZER, "tractab/be" * 11, 0, "run"))
-    chromium.errors.clear()
-    chromium.open(path, 390)
+    path.write_text(model_page(model, TOKENIZER, "run", "tractab/be" * 11))
+    open_page(chromium, path, 390)
 
     shown = []
     for query, key in ((109, 109), (109, 2), (3, 1)):

@@ -11,9 +11,10 @@ from flax import nnx
 
 import jgpt
 from jgpt.pictures.code import code_of
-from jgpt.pictures.numbers import Changes, Look
+from jgpt.pictures.numbers import Look
 from jgpt.user_code import load_code
 from tests.browser import CHROMIUM, TWO_FRAMES, Page
+from tests.page.records import Changes, record_of
 from tests.page.test_page import RECORD, opened, page_of
 from tests.page.test_program import TOKENIZER, look_of
 
@@ -107,7 +108,7 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
     assert sentence < on_again == back  # buttons stand side by side below the sentence
     assert f"Head {head} of layer {layer} is off and adds nothing" in without
     assert query == time - 1  # the token that was chosen before the question
-    switched = look(tokens, time, Changes(heads={(layer, head): 0.0}))
+    switched = record_of(look, tokens, changes=Changes(heads={(layer, head): 0.0}))
     found = np.reshape(record["log_probabilities"][-1], np.shape(switched["log_probabilities"][-1]))
     np.testing.assert_allclose(found, switched["log_probabilities"][-1], atol=2e-5)
     assert "nats: minus the logarithm" in gradient
@@ -197,7 +198,7 @@ def test_each_array_has_the_line_that_makes_it():
     assert text == "return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)"
     assert shapes == f"return: float32[batch=1 time=time embed_dim={look.model.config.embed_dim}]"
     assert callers > 1  # it is called in a loop over blocks, which is called in turn
-    record = look(TOKENIZER.encode(TEXT).tolist(), len(TEXT))
+    record = record_of(look, TOKENIZER.encode(TEXT).tolist())
     places = {(array["path"], array["name"]) for array in record["arrays"]}
     assert places - {("", "tokens")} <= set(lines)
 

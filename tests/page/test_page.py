@@ -16,12 +16,13 @@ from jgpt.data.tokenizers import NumberTokenizer
 from jgpt.generation.decoding import generate
 from jgpt.pictures import model, numbers
 from jgpt.pictures import page as page_module
-from jgpt.pictures.numbers import Changes, Look
-from jgpt.pictures.page import make_page, model_page
+from jgpt.pictures.numbers import Look
+from jgpt.pictures.page import model_page
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.weights import pack_weights
 from tests.browser import CHROMIUM, Page, shared_browser
 from tests.models import random_gpt
+from tests.page.records import Changes, record_of
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
 from tests.quick import only
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 
 FIRST = "cabs"
 SET_ASIDE = "[...document.querySelectorAll('[inert]')].map(each => each.id)"
-OF_THE_TEXT = ["questions", "compare", "surprise", "next", "changes", "attention", "forward"]
+OF_THE_TEXT = ["questions", "surprise", "next", "changes", "attention", "forward"]
 UNDERLINED = "textSpans.filter(each => each.classList.contains('prompt')).length"
 STARTED = """
 new Promise((done) => {
@@ -89,23 +90,22 @@ def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, A
     """The records of a page after several changes, each with that of Python."""
     text = "ips/be"[: look.model.block_size]
     tokens = TOKENIZER.encode(text).tolist()
-    time = len(tokens)
     unchanged = changed(page, prompt=text)
-    pairs = [(unchanged, look(tokens, time))]
+    pairs = [(unchanged, record_of(look, tokens))]
     if not look.anatomy.blocks:
         return pairs
 
     scaled = changed(page, heads={"0.1": 0}, blocks={"1": 0.5})
     scales = Changes(heads={(0, 1): 0.0}, blocks={1: 0.5})
-    pairs.append((scaled, look(tokens, time, scales)))
+    pairs.append((scaled, record_of(look, tokens, changes=scales)))
 
     page_patch = {"block": 1, "position": 2, "prompt": "tests!"}
     patched = changed(page, heads={}, blocks={}, patch=page_patch)
     patch = Changes(patch=(1, 2, "tests!"))
-    pairs.append((patched, look(tokens, time, patch)))
+    pairs.append((patched, record_of(look, tokens, changes=patch)))
 
     unpatched = changed(page, patch=None)
-    pairs.append((unpatched, look(tokens, time)))
+    pairs.append((unpatched, record_of(look, tokens)))
     return pairs
 
 
@@ -183,13 +183,13 @@ def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
     html = page_of(look)
     with opened(tmp_path / "page.html", html) as page:
         closeness = said(page, "closeness")
-        found = json.loads(page.run(RECORD))["log_probabilities"][-1]
+        found = np.ravel(json.loads(page.run(RECORD))["log_probabilities"][-1])
         errors = page.errors
 
     unpacked = pack_weights(look.named_weights(), 10, most_half_bytes).unpacked
     tokens = TOKENIZER.encode(FIRST).tolist()
-    of_rounded = look.with_named_weights(unpacked)(tokens, 4)["log_probabilities"][-1]
-    own = look(tokens, 4)["log_probabilities"][-1]
+    of_rounded = look.log_probabilities(tokens, look.weights_named(unpacked))
+    own = look.log_probabilities(tokens, look.weights)
     np.testing.assert_allclose(found, of_rounded, rtol=0, atol=2e-5)
     rounding = np.abs(np.subtract(found, own)).max() / np.abs(own).max()
     assert f"with weights in {precision}" in closeness
@@ -373,7 +373,7 @@ def test_a_token_without_a_gradient_says_so(tmp_path):
             record = changed(page, prompt="ips/be", gradient=gradient)
             page.run(f"choose(goTo({query}))")
             values = record["arrays"][-1]["values"]
-            gradients = np.reshape(values["steps"], values["shape"])[query]
+            gradients = np.reshape(values["numbers"], values["shape"])[query]
             sentence = said(page, "no-gradient")
             zero[gradient, query] = [not gradients.any(), sentence.startswith("Every gradient at ")]
 
@@ -420,13 +420,13 @@ def test_the_backward_pass_is_shown_in_place_of_the_numbers(tmp_path):
     expected = np.asarray(jax.grad(loss_of)(logits))[0]
     last_array = record["arrays"][-1]
     values = last_array["values"]
-    gradient = np.reshape(values["steps"], values["shape"])  # time batch vocab
+    gradient = np.reshape(values["numbers"], values["shape"])  # time batch vocab
     assert last_array["name"] == "logits"
     np.testing.assert_allclose(gradient[:, 0], expected, atol=1e-6)
     assert record["loss"] == pytest.approx(float(loss_of(logits)), rel=1e-5)
     # the control
-    shown_before = numbers["arrays"][-1]["values"]["steps"]
-    assert not np.allclose(values["steps"], shown_before)
+    shown_before = numbers["arrays"][-1]["values"]["numbers"]
+    assert not np.allclose(values["numbers"], shown_before)
 
 
 LINK = "(putInAddress(), location.href)"
@@ -501,7 +501,7 @@ def test_a_link_of_another_model_changes_what_there_is(default_page, tmp_path):
         said_at_the_end = said(page, "said")
         errors = page.errors
 
-    same = {"prompt": FIRST, "shown": 0}
+    same = {"prompt": FIRST}
     assert found == [same | wanted for _, wanted in links]
     assert (text, said_at_the_end) == (FIRST, "")
     assert errors == []
@@ -578,7 +578,7 @@ def test_the_numbers_of_a_closed_group_come_when_it_is_opened(default_page, tmp_
         return there
 
     tokens = TOKENIZER.encode("ips/be").tolist()
-    assert_same_record(of_all | {"name": look.name}, look(tokens, len(tokens)))
+    assert_same_record(of_all | {"name": look.name}, record_of(look, tokens))
     assert are_there(of_open_groups)["token_embedding"]
     assert not are_there(of_open_groups)["blocks.0"]
     assert not are_there(of_open_groups)["blocks.1"]
@@ -606,7 +606,7 @@ def test_the_lens_and_its_cells_follow_a_text_that_grows_and_shrinks(default_pag
 
     for text, (above, *rows, below) in shown.items():
         tokens = TOKENIZER.encode(text).tolist()
-        candidates = look(tokens, len(tokens))["candidates"]
+        candidates = record_of(look, tokens)["candidates"]
         likeliest = []
         for row in candidates:
             likeliest.append([TOKENIZER.decode([best]) for best, *_ in row])
@@ -655,15 +655,11 @@ def visible_as(text: str) -> str:
 
 def test_a_model_that_no_page_holds_is_refused_with_the_reason(monkeypatch):
     look = look_of("one's own")
-    with pytest.raises(ValueError, match="because its tokens have no text: give a prompt"):
-        make_page(look.model, NumberTokenizer(17), "x")
+    with pytest.raises(ValueError, match="this tokenizer: it is none of characters, bytes and"):
+        model_page(look.model, NumberTokenizer(17), "x")
     monkeypatch.setattr(page_module, "MOST_PARAMETERS", 20)
     with pytest.raises(Uncomputable, match=r"^\d+ parameters are too many for a page, which holds"):
         page_of(look)
-    page = make_page(look.model, TOKENIZER, "x", FIRST)
-    assert page.reason is not None
-    assert page.reason.endswith("which holds 20")
-    assert page.reason in page.html
 
 
 def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
@@ -673,10 +669,9 @@ def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
     for module in (numbers, model):
         monkeypatch.setattr(module, "SHORTEST", 2)
 
-    assert look.most_tokens() == 11
-    assert look.most_computed_tokens() == 8
+    assert look.most_tokens() == 8
     assert model.program_lengths(look) == [2, 4, 8]
-    reason = "9 tokens are too many for a page that computes with a vocabulary of 17: at most 8"
+    reason = "9 tokens are too many for a page with a vocabulary of 17: at most 8"
     with pytest.raises(ValueError, match=reason):
         page_of(look, "ipsbestca")
 
@@ -691,7 +686,7 @@ def test_a_token_is_written_from_the_bars(tmp_path):
 
     before = found["tokens"][:3]
     assert TOKENIZER.decode(before) == "ips"
-    likeliest = look_of("one's own")(before, 3)["candidates"][-1][2][0]
+    likeliest = record_of(look_of("one's own"), before)["candidates"][-1][2][0]
     assert found["tokens"] == [*before, likeliest]
     assert focused == 0
 
@@ -716,7 +711,7 @@ def test_a_page_begins_with_a_text_that_the_model_writes(tmp_path):
     assert len(found["tokens"]) == min(49, look.most_tokens())
     np.testing.assert_allclose(
         found["log_probabilities"][-1][0],
-        look(found["tokens"], len(found["tokens"]))["log_probabilities"][-1][0],
+        record_of(look, found["tokens"])["log_probabilities"][-1][0],
         atol=2e-5,
     )
 

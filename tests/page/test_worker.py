@@ -12,6 +12,7 @@ from jgpt.pictures.model import page_model
 from jgpt.pictures.weights import pack_json, pack_weights
 from tests.browser import CHROMIUM, shared_browser
 from tests.javascript import INTERPRETER
+from tests.page.records import record_of
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENS, look_of
 
@@ -58,7 +59,7 @@ def test_a_worker_computes_records_and_writes_on(tmp_path):
     loaded, computed, failed, *written = page.run(script)
 
     assert loaded == {"id": 0, "done": True}
-    assert_same_record(computed["done"], look(tokens, 2))
+    assert_same_record(computed["done"], record_of(look, tokens, 2))
     assert failed == {"id": 2, "error": "the prompt is empty: give at least one character"}
     batch = jnp.asarray(tokens)[None]
     continued = generate(look.model, batch, 3, key=jax.random.key(7), temperature=0.9)

@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int
 
 import jgpt
 from jgpt.cli import commands
-from jgpt.pictures.numbers import Changes, Look
+from jgpt.pictures.numbers import Look
 from jgpt.shapes import contract
 from jgpt.user_code import load_code
 from tests.models import loud, random_gpt
-from tests.runs.test_look import TOKENIZER, by_batch, unpacked
+from tests.page.records import Changes, record_of
+from tests.runs.test_look import TOKENIZER, by_batch
 from tests.runs.test_own import Sums, SumsConfig
 
 PROMPT, OTHER = "script€", "crespas"
@@ -42,8 +43,7 @@ def tokens_of(text: str):
 
 
 def numbers_of(look: Look, changes: Changes = CHANGES["nothing"]) -> dict[str, Any]:
-    tokens = TOKENIZER.encode(PROMPT).tolist()
-    return look(tokens, len(tokens), changes)
+    return record_of(look, TOKENIZER.encode(PROMPT).tolist(), changes=changes)
 
 
 def check_code(look: Look, changes: Changes) -> None:
@@ -107,7 +107,7 @@ def test_a_model_of_one_s_own_is_drawn_and_changed_where_its_trace_allows(tmp_pa
     captured = jgpt.capture(model, "blocks.1.attention.weights")(tokens_of(PROMPT))
     (weights,) = captured["blocks.1.attention.weights"]
     below_diagonal = weights[:, *np.tril_indices(7)]
-    attention = unpacked(found["attention"])[1]
+    attention = found["attention"][1]
     np.testing.assert_allclose(attention, below_diagonal, rtol=0, atol=1e-4)
     assert found["products"] is None
     assert "mlp" in [row["name"] for row in found["arrays"]]
@@ -137,7 +137,7 @@ def test_typed_modules_of_a_model_whose_own_call_is_not_typed_are_drawn():
     found = numbers_of(Look(Untyped(model), TOKENIZER, "run"))
     expected = numbers_of(Look(model, TOKENIZER, "run"))
 
-    assert found["attention"] == expected["attention"]
+    np.testing.assert_array_equal(found["attention"], expected["attention"])
     np.testing.assert_allclose(
         found["log_probabilities"], expected["log_probabilities"], rtol=0, atol=1e-5
     )
@@ -191,8 +191,8 @@ def test_a_block_switched_off_is_left_out(look):
 
 
 def test_attention_follows_a_change_of_an_earlier_block(look):
-    plain = unpacked(numbers_of(look)["attention"])
-    off = unpacked(numbers_of(look, Changes(heads={(0, 1): 0}))["attention"])
+    plain = numbers_of(look)["attention"]
+    off = numbers_of(look, Changes(heads={(0, 1): 0}))["attention"]
 
     np.testing.assert_array_equal(plain[0], off[0])
     assert abs(plain[1] - off[1]).max() > 0.001

@@ -1,6 +1,5 @@
 """The page of `jgpt look`: its numbers are the forward pass's, and a browser shows them."""
 
-import base64
 import dataclasses
 import json
 import math
@@ -14,14 +13,15 @@ import pytest
 
 import jgpt
 from jgpt import CharTokenizer, fit, generate
-from jgpt.nn.models import abstract_model
 from jgpt.pictures import numbers
 from jgpt.pictures import page as html
-from jgpt.pictures.page import look_page
-from jgpt.words import counted
+from jgpt.pictures.numbers import Look
+from jgpt.pictures.page import first_text, model_page
 from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
-from tests.models import compiled, config_of, loud, random_gpt
+from tests.models import compiled, random_gpt
+from tests.page.records import record_of
+from tests.page.test_page import STARTED
 from tests.quick import only
 from tests.runs.test_plots import CONFIGS
 
@@ -29,45 +29,31 @@ TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen chara
 PROMPT = "script\u20ac\U0001f642\n<"
 
 
-def page_of(path: Path, model, prompt: str = PROMPT, new: int = 0) -> dict:
-    """The data of a page, as a reader finds it there."""
-    path.write_text(look_page(model, TOKENIZER, prompt, new, "run"), encoding="utf-8")
-    return data_of(path)
+def page_of(path: Path, model, prompt: str = PROMPT, new: int = 0) -> None:
+    path.write_text(model_page(model, TOKENIZER, "run", prompt, new), encoding="utf-8")
+
+
+def record(model, prompt: str = PROMPT) -> dict:
+    """What the program of a page computes of a prompt."""
+    return record_of(Look(model, TOKENIZER, "run"), TOKENIZER.encode(prompt).tolist())
 
 
 def json_of(path: Path) -> dict:
+    """The data of a page, as a reader finds it there."""
     text = path.read_text(encoding="utf-8")
     (found,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', text)
     return json.loads(found)
 
 
-def data_of(path: Path) -> dict:
-    data = json_of(path)
-    for name in ("candidates", "next_ranks", "log_probabilities", "next_log_probabilities"):
-        data[name] = np.array(data[name])
-    if data["attention"]:  # a bigram model has none
-        data["attention"] = unpacked(data["attention"])
-    return data
-
-
-def unpacked(array: dict) -> np.ndarray:
-    """What the page reads of an array: steps between the least and the largest value."""
-    dtype = {1: "u1", 2: "<u2"}[array["bytes"]]
-    packed = base64.b64decode(array["data"])
-    steps = np.frombuffer(packed, dtype).reshape(array["shape"])
-    step_size = (array["high"] - array["low"]) / np.iinfo(dtype).max
-    return array["low"] + step_size * steps
-
-
 def by_batch(row: dict) -> np.ndarray:
-    """An array of the forward pass, which is sent by token."""
-    values = np.moveaxis(unpacked(row["values"]), 0, 1)
+    """An array of the forward pass, which is there by token."""
+    values = np.moveaxis(row["values"], 0, 1)
     assert tuple(row["sizes"]) == values.shape
     return values
 
 
 def batch_of(data: dict) -> jax.Array:
-    """The page's tokens as the model's input."""
+    """The tokens of a record as the model's input."""
     return jnp.asarray(data["tokens"])[None]
 
 
@@ -78,22 +64,16 @@ def assert_close(found, expected, relative: float) -> None:
 
 
 @pytest.mark.parametrize("name", only(["modern"], ["gpt2", "modern", "default preset"]))
-def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
+def test_the_page_s_numbers_are_the_forward_pass_s(name):
     model = random_gpt("nanogpt", **vars(CONFIGS[name]))
     tokens = TOKENIZER.encode(PROMPT)
 
-    data = page_of(tmp_path / "look.html", model)
-
-    assert data["tokens"] == tokens.tolist()
-    texts = [data["texts"][str(token)] for token in data["tokens"]]
-    assert texts == list(PROMPT)
+    data = record(model)
 
     batch = batch_of(data)
     weights = np.asarray(compiled(model.attention_weights, batch)[:, 0])
     below_diagonal = weights[..., *np.tril_indices(len(tokens))]
-    half_a_step = 0.5 / 65535
-    tolerance = half_a_step + 1e-6
-    np.testing.assert_allclose(data["attention"], below_diagonal, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(data["attention"], below_diagonal, rtol=0, atol=1e-6)
     other_heads = below_diagonal[:, ::-1]
     assert abs(data["attention"] - other_heads).max() > 0.01
 
@@ -110,7 +90,7 @@ def test_the_page_s_numbers_are_the_forward_pass_s(name, tmp_path):
     np.testing.assert_array_equal(data["next_ranks"][-1], ranks)
 
 
-def test_the_logit_lens_is_a_model_of_fewer_blocks(tmp_path):
+def test_the_logit_lens_is_a_model_of_fewer_blocks():
     model = random_gpt("nanogpt")
 
     def log_probabilities_by_depth(tokens):
@@ -123,7 +103,7 @@ def test_the_logit_lens_is_a_model_of_fewer_blocks(tmp_path):
             found.append(jax.nn.log_softmax(logits[0]))
         return found
 
-    data = page_of(tmp_path / "look.html", model)
+    data = record(model)
 
     by_depth = compiled(log_probabilities_by_depth, batch_of(data))
     assert len(by_depth) == 3  # before the first block, and after each of two
@@ -136,21 +116,22 @@ def test_the_logit_lens_is_a_model_of_fewer_blocks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_is_continued_as_generate_does_within_the_block(tmp_path):
+def test_a_prompt_is_continued_as_generate_does_within_the_block():
     model = random_gpt("nanogpt", block_size=13)
     prompt = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
     assert prompt.shape == (1, 10)  # which leaves room for three
 
-    data = page_of(tmp_path / "look.html", model, new=48)
-    shorter = page_of(tmp_path / "look.html", model, new=2)
+    look = Look(model, TOKENIZER, "run")
+    text = first_text(look, PROMPT, 48)
+    shorter = first_text(look, PROMPT, 2)
 
     expected = generate(model, prompt, 3, key=jax.random.key(1337), temperature=1.0)
-    assert data["tokens"] == expected[0].tolist()
-    assert data["prompt"] == 10
-    assert shorter["tokens"] == data["tokens"][:12]
+    assert text.tokens == expected[0].tolist()
+    assert text.prompt == 10
+    assert shorter.tokens == text.tokens[:12]
 
 
-def test_the_arrays_of_the_forward_pass_are_on_the_page(tmp_path):
+def test_the_arrays_of_the_forward_pass_are_on_the_page():
     model = random_gpt("modern")
     captured = jgpt.capture(
         model,
@@ -162,7 +143,7 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page(tmp_path):
     def forward(tokens):
         return captured(tokens), model(tokens), model.hidden_states(tokens)
 
-    data = page_of(tmp_path / "look.html", model)
+    data = record(model)
 
     found, expected_logits, states = compiled(forward, batch_of(data))
     arrays = {(row["path"], row["name"]): row for row in data["arrays"]}
@@ -171,29 +152,28 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page(tmp_path):
         ("blocks.0.attention.merge_heads", "merge_heads"),
     ):
         row = arrays[path, name]
-        # a page has 16 bits between the least and the largest value, and its program rounds alone
-        assert_close(by_batch(row), found[path], 1e-3)
+        assert_close(by_batch(row), found[path], 1e-5)  # the page's program rounds differently
         assert row["dimensions"][:2] == ["batch", "time"]
     logits = by_batch(arrays["", "logits"])
-    assert_close(logits, expected_logits, 1e-3)
+    assert_close(logits, expected_logits, 1e-5)
     assert abs(logits[0, 0] - logits[0, 1]).max() > 0.01
     # the stream between attention and the feed-forward network is an argument only
     between = by_batch(arrays["blocks.0.feed_forward_norm", "feed_forward_norm(x)"])
-    assert_close(between, states[0] + found["blocks.0.attention"], 1e-3)
+    assert_close(between, states[0] + found["blocks.0.attention"], 1e-5)
     # each array once, parameters not at all
-    shown = [json.dumps(row["values"]) for row in data["arrays"]]
+    shown = [(row["values"].shape, row["values"].tobytes()) for row in data["arrays"]]
     assert len(set(shown)) == len(shown)
     for row in data["arrays"]:
         assert "table" not in row["name"]
 
 
-def test_the_product_of_query_and_key_gives_the_weight(tmp_path):
+def test_the_product_of_query_and_key_gives_the_weight():
     model = random_gpt("modern", num_layers=2)
 
-    data = page_of(tmp_path / "look.html", model)
+    data = record(model)
 
-    query = unpacked(data["products"]["query"])
-    key = unpacked(data["products"]["key"])
+    query = data["products"]["query"]
+    key = data["products"]["key"]
     scores = data["products"]["scale"] * np.einsum("lhqd,lhkd->lhqk", query, key)
     time = len(data["tokens"])
     visible = np.tri(time, dtype=bool)
@@ -203,26 +183,7 @@ def test_the_product_of_query_and_key_gives_the_weight(tmp_path):
     exponentials = np.exp(np.where(visible, scores, -np.inf))
     weights = exponentials / exponentials.sum(-1, keepdims=True)
     expected = compiled(model.attention_weights, batch_of(data))[:, 0]
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-3)
-
-
-@pytest.mark.slow
-def test_the_largest_page_has_six_megabytes(tmp_path):
-    config = config_of("nanogpt", block_size=200, num_layers=12, num_heads=12, embed_dim=24)
-    model = loud(abstract_model(config), size=0.1)  # no weight is 0 or 1, which take less room
-    path = tmp_path / "look.html"
-    prompt = "script" * 33 + "ab"
-
-    data = page_of(path, model, prompt)
-
-    pairs = 200 * 201 / 2
-    assert data["attention"].shape == (12, 12, pairs)
-    # what would be too large is left out
-    assert data["products"] is None
-    for row in data["arrays"]:
-        assert row["values"] is None
-    assert data["arrays"]
-    assert path.stat().st_size < 6_000_000
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
 
 
 def test_no_text_ends_the_script_that_holds_it(tmp_path):
@@ -232,13 +193,12 @@ def test_no_text_ends_the_script_that_holds_it(tmp_path):
     model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
     empty = html.page_of({})
 
-    page = look_page(model, tokenizer, text, 0, text)
+    page = model_page(model, tokenizer, text, text)
     path.write_text(page, encoding="utf-8")
 
-    data = data_of(path)
+    data = json_of(path)
     assert data["name"] == text
-    texts = [data["texts"][str(token)] for token in data["tokens"]]
-    assert "".join(texts) == text
+    assert data["text"] == text
     for marker in ("<script", "</script", "<!--"):
         assert page.count(marker) == empty.count(marker)
 
@@ -274,18 +234,17 @@ def test_a_bigram_model_reads_one_token(small_run, tmp_path):
     assert data["paths"] == {"heads": [], "branches": [], "blocks": []}
 
 
-def test_a_page_holds_just_so_many_weights(tmp_path, monkeypatch):
-    model = random_gpt("nanogpt")
-    path = tmp_path / "look.html"
+def test_a_page_holds_just_so_many_weights(monkeypatch):
+    look = Look(random_gpt("nanogpt"), TOKENIZER, "run")
     prompt = "a" * 11
     weights = 2 * 3 * 11**2 // 2  # of two layers of three heads
 
     monkeypatch.setattr(numbers, "MOST_WEIGHTS", weights)
-    page_of(path, model, prompt)
+    assert first_text(look, prompt).text == prompt
 
     monkeypatch.setattr(numbers, "MOST_WEIGHTS", weights - 1)
     with pytest.raises(ValueError, match="11 tokens are too many for a page: 2 layers, 3"):
-        page_of(path, model, prompt)
+        first_text(look, prompt)
 
 
 # In a browser
@@ -295,22 +254,29 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromi
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A page of two layers, three heads and eleven tokens, and its data."""
+    """A page of two layers, three heads and eleven tokens, and its record."""
     path = tmp_path_factory.mktemp("page") / "look.html"
     model = random_gpt("nanogpt")
-    data = page_of(path, model, new=1)
-    return path, data
+    page_of(path, model, new=1)
+    return path, record(model, json_of(path)["text"])
+
+
+def open_page(page: Page, path: Path, width: int = 1280) -> None:
+    """Open a page, and wait until it has computed its first text."""
+    page.open("about:blank")
+    page.errors.clear()
+    page.requests.clear()
+    page.open(path, width)
+    page.run(STARTED)
 
 
 @pytest.fixture
 def shown(page: Page, written):
     path, data = written
-    page.errors.clear()
-    page.requests.clear()
-    page.open(path)
+    open_page(page, path)
     yield page, data
     assert page.errors == []
-    assert page.requests == [path.as_uri()]
+    assert [url.partition(":")[0] for url in page.requests] == ["file", "blob"]
 
 
 def middle_of(page: Page, element: str) -> tuple[float, float]:
@@ -388,7 +354,7 @@ def test_hovering_the_text_and_the_lens_tells_probabilities(shown):
     page, data = shown
     # the last layer's prediction after the fourth token, of the fifth
     bits = -data["next_log_probabilities"][-1, 4] / math.log(2)
-    rank = data["next_ranks"][-1, 4]
+    rank = data["next_ranks"][-1][4]
     # what one block makes of the sixth token
     likeliest = np.exp(data["log_probabilities"][1, 6, 0])
 
@@ -445,8 +411,7 @@ def test_keys_move_what_is_chosen(shown):
 def test_a_finger_chooses_and_is_told(shown, written):
     page, data = shown
     path, _ = written
-    page.open(path, 390)  # as wide as a telephone
-    page.requests.pop()
+    open_page(page, path, 390)  # as wide as a telephone
 
     page.tap(*cell_of(page, 8, 2))
     assert chosen(page) == [8, 2]
@@ -460,9 +425,8 @@ def test_a_finger_chooses_and_is_told(shown, written):
 def test_a_single_token_can_be_looked_at(page, tmp_path):
     path = tmp_path / "look.html"
     page_of(path, random_gpt("nanogpt"), "a")
-    page.errors.clear()
 
-    page.open(path)
+    open_page(page, path)
 
     assert page.errors == []
     assert "nothing comes before it" in page.run("$('picked').textContent")
@@ -475,8 +439,7 @@ def test_256_tokens_are_drawn_within_frames(page, tmp_path):
     model = random_gpt("nanogpt", block_size=256, num_layers=4, num_heads=4, embed_dim=32)
     path = tmp_path / "look.html"
     page_of(path, model, "script" * 42)
-    page.errors.clear()
-    page.open(path)
+    open_page(page, path)
     least = """(act => Math.min(...Array.from({ length: 30 }, (_, i) => {
         const began = performance.now();
         act(i);
@@ -529,28 +492,19 @@ def test_the_command_writes_a_page_that_computes(run, tmp_path):
     assert data["worker"]
 
 
-def test_of_a_model_that_no_page_holds_the_command_writes_the_page_of_a_text(
-    run, tmp_path, monkeypatch
-):
+def test_a_model_that_no_page_holds_is_refused_in_one_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr(html, "MOST_PARAMETERS", 20)
-    said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
-    data = data_of(tmp_path / "look.html")
-    said_of_validation = worked("look", run, cwd=tmp_path)
-    monkeypatch.setattr("jgpt.pictures.opening.MOST_BYTES", 0)
-    refusal = refused("look", run, cwd=tmp_path)
 
-    reason = "parameters are too many for a page, which holds 20"
-    assert re.fullmatch(rf"wrote look\.html, the page of this text alone: [\d,]+ {reason}\n", said)
-    assert refusal.endswith(f"{reason}: give a --prompt, for a page of that text alone")
-    assert said_of_validation == said
-    assert len(data["tokens"]) == 2 + 4
-    assert data["reason"].endswith(reason)
+    said = refused("look", run, "--prompt", "So", cwd=tmp_path)
+
+    assert re.fullmatch(r"jgpt: [\d,]+ parameters are too many for a page, which holds 20", said)
+    assert not (tmp_path / "look.html").exists()
 
 
-def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
-    """The default of 48 tokens is no reason to refuse a page: two layers of three heads here."""
-    model = random_gpt("nanogpt", block_size=64)
-    short_model = random_gpt("nanogpt", block_size=11)
+def test_a_page_samples_as_much_as_it_has_room_for(monkeypatch):
+    """Two layers of three heads."""
+    look = Look(random_gpt("nanogpt", block_size=64), TOKENIZER, "run")
+    short = Look(random_gpt("nanogpt", block_size=11), TOKENIZER, "run")
     prompt = "a" * 5
     asked = []
 
@@ -559,28 +513,22 @@ def test_a_page_samples_as_much_as_it_has_room_for_unless_told(monkeypatch):
         return tokens
 
     monkeypatch.setattr(html, "generate", canned)
-    monkeypatch.setattr(numbers.Look, "__call__", lambda self, tokens, prompt: {})
-    for most_tokens, sampled in ((1000, [48]), (60, [48]), (20, [15]), (5, []), (3, [])):
+    first_text(short, prompt, 48)
+    assert asked == [11 - 5]  # as far as the block goes
+
+    for most_tokens, wanted, sampled in (
+        (1000, None, [48]),
+        (60, None, [48]),
+        (20, None, [15]),
+        (20, 48, [15]),
+        (20, 2, [2]),
+        (5, None, []),
+    ):
         weights = 2 * 3 * most_tokens**2 // 2
         monkeypatch.setattr(numbers, "MOST_WEIGHTS", weights)
         asked.clear()
-        look_page(model, TOKENIZER, prompt, None, "run")
+        first_text(look, prompt, wanted)
         assert asked == sampled
 
-    look_page(short_model, TOKENIZER, prompt, 48, "run")
-    assert asked == [11 - 5]  # as far as the block goes
     with pytest.raises(ValueError, match="max_new_tokens=-1 must be 0 or more"):
-        look_page(model, TOKENIZER, prompt, -1, "run")
-
-
-@pytest.mark.slow
-def test_a_single_token_is_counted_as_one():
-    model = random_gpt("nanogpt", num_layers=1)
-    look = numbers.Look(model, TOKENIZER, "run")
-    patch_of_another_prompt = numbers.Changes(patch=(0, 0, "a"))
-
-    with pytest.raises(ValueError, match="the other prompt has 1 token and this one 3: a patch"):
-        look([1, 2, 3], 3, patch_of_another_prompt)
-    assert counted(0, "token") == "0 tokens"
-    assert counted(1, "token") == "1 token"
-    assert counted(2, "token") == "2 tokens"
+        first_text(look, prompt, -1)

@@ -19,6 +19,7 @@ import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
 from jgpt.data.tokenizers import CustomTokenizer, NumberTokenizer, Tokenizer, text_of_token
 from jgpt.pictures import page as html
+from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
 from tests.browser import CHROMIUM
 from tests.data.test_special_tokens import llama2, with_template
@@ -475,23 +476,6 @@ def test_a_pattern_that_is_not_understood_is_not_translated(pattern):
 # --- other tokenizers -----------------------------------------------------------------------------
 
 
-@needs_node
-def test_tokens_of_another_tokenizer_are_chosen_from_a_list():
-    tokenizer = BPETokenizer(llama2(), vocab_size=1000)
-
-    vocabulary = vocabulary_of(tokenizer)
-
-    assert vocabulary["kind"] == "list"
-    assert vocabulary["reason"] == "its normalizer is Prepend"
-    tokens = tokenizer.encode_part("hello world").tolist()
-    (answer,) = in_node({"vocabulary": vocabulary, "texts": ["a"], "ids": [tokens, [1000]]})
-    assert answer["encoded"] == [f"choose tokens from the list: {vocabulary['reason']}"]
-    assert answer["decoded"][0] == " hello world"  # the decoder strips the first space of a text
-    assert answer["decoded"][1] == "token 1000 at position 0 is outside the vocabulary of 1000"
-    texts = [text_of_token(tokenizer, token) for token in range(1000)]
-    assert vocabulary["texts"] == texts
-
-
 class Vowels:
     vocab_size = 5
 
@@ -502,21 +486,12 @@ class Vowels:
         return "".join("aeiou"[token] for token in tokens)
 
 
-def test_tokens_of_a_custom_tokenizer_are_chosen_from_a_list():
-    vocabulary = vocabulary_of(CustomTokenizer.of(Vowels))
-
-    assert vocabulary["texts"] == ["a", "e", "i", "o", "u"]
-    assert vocabulary["reason"] == "it is a custom tokenizer"
-
-
-@needs_node
-def test_tokens_without_a_text_are_chosen_from_a_list():
-    vocabulary = vocabulary_of(NumberTokenizer(11))
-
-    (answer,) = in_node({"vocabulary": vocabulary, "ids": [[3, 10, 0]]})
-    assert answer["decoded"] == ["3 10 0"]
-    assert vocabulary["texts"] == [str(token) for token in range(11)]
-    assert vocabulary["reason"] == "its tokens have no text"
+def test_another_tokenizer_is_refused_with_the_reason():
+    with pytest.raises(Uncomputable, match=r"with this tokenizer: its normalizer is Prepend$"):
+        vocabulary_of(BPETokenizer(llama2(), vocab_size=1000))
+    for tokenizer in (CustomTokenizer.of(Vowels), NumberTokenizer(11)):
+        with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
+            vocabulary_of(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -534,17 +509,14 @@ def test_tokens_without_a_text_are_chosen_from_a_list():
         ),
     ],
 )
-def test_a_part_without_an_equal_in_the_page_gives_a_list(every_tokenizer, part, value, reason):
+def test_a_part_without_an_equal_in_the_page_is_the_reason(every_tokenizer, part, value, reason):
     tokenizer = every_tokenizer["smollm"]
     values = json.loads(tokenizer.to_hf().to_str())
     other = BPETokenizer.from_hf(values | {part: value})
 
-    found = vocabulary_of(other)
-
     assert vocabulary_of(tokenizer)["kind"] == "byte_pairs"
-    assert found["kind"] == "list"
-    assert found["reason"] == reason
-    assert len(found["texts"]) == tokenizer.vocab_size
+    with pytest.raises(Uncomputable, match=f"{reason}$"):
+        vocabulary_of(other)
 
 
 @pytest.mark.slow
@@ -589,35 +561,26 @@ def hostile_tokenizers() -> dict[str, Tokenizer]:
     backend = byte_level(split_into(LLAMA3_WORDS), 300, ["<|a|>"])
     backend.add_tokens([tk.AddedToken(text, normalized=False) for text in HOSTILE])
     characters = "".join(sorted(set("".join(HOSTILE)) | {"\ud800"}))
-    listed = json.loads(backend.to_str()) | {"normalizer": {"type": "Lowercase"}}
     return {
         "byte_pairs": BPETokenizer(backend),
         "characters": CharTokenizer(characters),
-        "list": BPETokenizer.from_hf(listed),
     }
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
-@pytest.mark.parametrize("kind", ["byte_pairs", "characters", "list"])
+@pytest.mark.parametrize("kind", ["byte_pairs", "characters"])
 def test_a_hostile_tokenizer_runs_nothing_in_a_page(page, tmp_path, kind):
     tokenizer = hostile_tokenizers()[kind]
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary["kind"] == kind
     path = tmp_path / "look.html"
-    path.write_text(
-        html.page_of({"vocabulary": vocabulary}, libraries=("tokenizer",)), encoding="utf-8"
-    )
+    path.write_text(html.page_of({"vocabulary": vocabulary}), encoding="utf-8")
 
     page.open(path)
     page.errors.clear()  # this page has no numbers
 
     made = "makeTokenizer(JSON.parse(document.getElementById('data').textContent).vocabulary)"
     assert page.run("window.ran") is None
-    if kind == "list":
-        texts = page.run(f"(t => Array.from({{ length: t.size }}, (_, i) => t.textOf(i)))({made})")
-        assert texts == vocabulary["texts"]
-        assert set(HOSTILE) <= set(texts)
-        return
     for text in HOSTILE:
         tokens = page.run(f"{made}.encode({json.dumps(text)})")
         assert tokens == tokenizer.encode(text).tolist()

@@ -56,23 +56,3 @@ def test_a_terminal_has_a_line_and_a_file_nothing(monkeypatch):
         assert type(default_progress()) is kind
     monkeypatch.setattr(sys, "stderr", None)
     assert type(default_progress()) is Progress
-
-
-class Refusing(Progress):
-    """As that of a page, of a model that no page holds."""
-
-    def prepared(self, config, dataset):
-        raise ValueError(f"no page of {config.name}")
-
-
-def test_a_run_is_refused_by_its_progress_before_programs_are_compiled(
-    small_run, tmp_path, monkeypatch
-):
-    """With micro_batches=auto these are five programs, which take minutes for a large model."""
-    monkeypatch.setattr("jgpt.fitting.prepare.resolve_micro_batches", None)
-    config = with_changes(small_run, micro_batches="auto", out=str(tmp_path / "run"), name="it")
-
-    with pytest.raises(ValueError, match="no page of it"):
-        fit(config, progress=Refusing())
-
-    assert not (tmp_path / "run").exists()

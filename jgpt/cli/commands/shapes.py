@@ -6,14 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from json import dumps
-from pathlib import Path
 from typing import Annotated, Any
 
 from jgpt.cli import functions, runs, sources, terminal
 from jgpt.cli.arguments import Lines, ModelOption, TokenizerOption
 from jgpt.cli.failing import source_shown
-from jgpt.cli.follow import follow as follow_file
-from jgpt.cli.options import OptionError, OptionSpec, words_of
+from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import on_one_line
 from jgpt.config import ModelConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS
@@ -49,7 +47,6 @@ def shapes(
     of: Annotated[str | None, OptionSpec("TEXT")] = None,
     prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
     json: bool = False,
-    follow: bool = False,
 ) -> Lines:
     """Show the forward pass as a tree of calls, with the shape of each result.
 
@@ -64,9 +61,7 @@ def shapes(
         prompt: With --source, compute a run's model for this text, and show the mean, the
             standard deviation and what is not finite.
         json: Print one JSON object.
-        follow: With --source, show it again whenever the custom model's file is saved.
     """
-    given = dict(locals())  # before other variables are added
     for name, value in (("batch", batch), ("time", time), ("depth", depth)):
         if value is not None and value < 1:
             raise OptionError(f"--{name} {value} must be positive")
@@ -89,22 +84,16 @@ def shapes(
             raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
     elif tokenizer is not None:
         raise OptionError(f"--tokenizer {tokenizer} encodes --prompt: give both")
-    if follow and not source:
-        raise OptionError("--follow shows --source again: give both")
-    del given["follow"]
-    if follow:
-        path = _followed_file(what, model)
-        words = words_of(shapes, given | {"follow": False})
-        follow_file(path, ["shapes", *words], is_json=json)
     with _strict_json(json, source):
-        return _show(**given)
+        if prompt is not None:
+            return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
+        return _show(what, arrays, model, batch, time, depth, decode, train, source, of, json)
 
 
 def _show(
     what: str,
     arrays: tuple[str, ...],
     model: str | None,
-    tokenizer: str | None,
     batch: int | None,
     time: int | None,
     depth: int | None,
@@ -112,12 +101,9 @@ def _show(
     train: bool,
     source: bool,
     of: str | None,
-    prompt: str | None,
     json: bool,
 ) -> Lines:
     """Print the tree of calls or the source, or return it as JSON."""
-    if prompt is not None:
-        return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
     if functions.is_code(what):
         if model is not None:
             raise OptionError(f"give {what} or --model {model}, not both")
@@ -157,19 +143,6 @@ def _show(
         return _show_source(first, others, symbols, config.model, train, of, json)
     with source_shown(config):
         return _show_tree(first, others, symbols, depth or 3, json)
-
-
-def _followed_file(what: str, model: str | None) -> Path:
-    """Return the file of the custom model. Raises OptionError if there is none."""
-    for words in (model, what):
-        if words is None:
-            continue
-        file, _, name = words.rpartition(":")
-        if file.endswith(".py") and name:
-            if not Path(file).exists():
-                raise OptionError(f"{file} doesn't exist: --follow needs a file")
-            return Path(file).resolve()
-    raise OptionError("--follow needs a file of yours, such as --model my_gpt.py:GPT")
 
 
 @contextlib.contextmanager

@@ -24,8 +24,6 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
         raise OptionError(f"--on {options.on} compiles for other hardware: it needs --dry-run")
     if options.json:
         raise OptionError("--json prints what --dry-run finds: give --dry-run, too")
-    if options.page and where != ProcessOptions():
-        raise OptionError("--page is for training in one process: use jgpt look RUN")
     if where == ProcessOptions():
         with source_shown(config):
             return _train(config, options, began)
@@ -86,17 +84,14 @@ def _leave(message: str) -> NoReturn:
 def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with terminal.importing():
         from jgpt import hardware
-        from jgpt.cli import console, page, signals
+        from jgpt.cli import console, signals
         from jgpt.fitting.fit import fit
         from jgpt.fitting.stopping import StoppedBeforeTraining, TrainingStopped
         from jgpt.parallel import processes
-        from jgpt.runs.directory import PAGE
 
     screen = open_console()
     screen.quiet = hardware.process_index() != 0  # process 0 speaks for all
     shown = console.ConsoleProgress(screen, "reading the data")
-    if options.page:
-        shown = page.PageProgress(screen, "reading the data")
     with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
         try:
             run = fit(
@@ -134,8 +129,6 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         f"{run.evaluations.over}, total time {seconds:.0f} s"
     )
     files = "checkpoints, metrics.jsonl, samples.txt, loss.png"
-    if options.page and (run.directory / PAGE).exists():
-        files += f", {PAGE}"
     lines.append(f"run directory: {run.directory} ({files})")
     lines.append(f"next: {sample}   or   {evaluate}")
     return lines

@@ -5,39 +5,26 @@
 const $ = id => document.getElementById(id);
 let data, tokens, time, layers, heads, depths, widest;
 
-/** An entry of an array that was sent in one or two bytes an entry. */
-function entry(array, i) {
-  if (!array.steps) decode(array);
-  return array.low + array.step * array.steps[i];
-}
-function decode(array) {
-  const text = atob(array.data);
-  const raw = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) raw[i] = text.charCodeAt(i);
-  array.steps = array.bytes === 2 ? new Uint16Array(raw.buffer) : raw;
-  array.step = (array.high - array.low) / (256 ** array.bytes - 1);
-}
 /** The attention weight of a query on a key, which isn't after it: rows of a triangle, joined. */
-function weight(layer, head, query, key, of = data) {
-  const time = of.tokens.length;
+function weight(layer, head, query, key) {
   const triangle = time * (time + 1) / 2;
-  return entry(of.attention, (layer * of.heads + head) * triangle + query * (query + 1) / 2 + key);
+  const row = (layer * heads + head) * triangle + query * (query + 1) / 2;
+  return data.attention.numbers[row + key];
 }
 
 /** The most likely next tokens at a position, read after so many blocks. */
-const predictions = (depth, position, of = data) => of.candidates[depth][position].map(
-  (token, i) => ({ token, probability: Math.exp(of.log_probabilities[depth][position][i]) }));
+const predictions = (depth, position) => data.candidates[depth][position].map(
+  (token, i) => ({ token, probability: Math.exp(data.log_probabilities[depth][position][i]) }));
 
 /** What was predicted of the token that follows a position; null after the last one. */
-function following(depth, position, of = data) {
+function following(depth, position) {
   if (position === time - 1) return null;
-  const log = of.next_log_probabilities[depth][position];
-  const rank = of.next_ranks[depth][position];
+  const log = data.next_log_probabilities[depth][position];
+  const rank = data.next_ranks[depth][position];
   return { token: tokens[position + 1], probability: Math.exp(log), bits: -log / Math.LN2, rank };
 }
 /** What the model gave the token at a position; null for the first one. */
-const surprise = (position, of = data) =>
-  position ? following(depths, position - 1, of) : null;
+const surprise = position => position ? following(depths, position - 1) : null;
 const sum = list => list.reduce((a, b) => a + b, 0);
 /** The loss on a text, in nats per token. */
 const lossOf = logs => -sum(logs) / logs.length;
@@ -64,13 +51,13 @@ function show(found) {
   widest = Math.min(9, Math.max(...texts.map(token => visible(token).length)));
   buildTitle();
   buildText();
+  buildLens();
   buildNames();
   buildHeads();
   buildForward();
-  if (data.computes) buildSwitches();
-  buildCompared();
+  buildSwitches();
   choose({});
-  if (worker) buildGuide();
+  buildGuide();
 }
 
 const chosen = { query: 0, key: 0, layer: 0, head: 0, depth: Infinity };
@@ -83,6 +70,6 @@ function choose(changes) {
   chosen.head = clamp(chosen.head, 0, heads - 1);
   chosen.depth = clamp(chosen.depth, 0, depths);
   draw();
-  if (state) putInAddressSoon();
+  putInAddressSoon();
 }
 const goTo = position => ({ query: position, key: position });

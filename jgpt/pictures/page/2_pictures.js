@@ -63,9 +63,8 @@ function setTexts(place, texts) {
 /** Name rows and columns by their tokens; the style sheet hides those of a map of many. */
 function buildNames() {
   document.body.className = time > 128 ? "many" : "";
-  for (const part of [$("attention"), $("compare")]) {  // not the body, whose every part would follow
-    part.style = `--time: ${time}; --widest: ${widest}`;
-  }
+  // Not of the body, whose every part would follow.
+  $("attention").style = `--time: ${time}; --widest: ${widest}`;
   const texts = tokens.map(cut);
   for (const names of document.querySelectorAll(".names")) {
     if (!changed(names, ...texts)) continue;
@@ -80,9 +79,11 @@ const BLUE = [59, 130, 246];
 const AMBER = [245, 158, 11];
 /** Small weights are visible: opacity is the square root of a weight. */
 const opacity = w => Math.sqrt(w);
-/** A pixel, as an integer. */
-const pixel = ([red, green, blue], w) => red | green << 8 | blue << 16 | 255 * opacity(w) << 24;
-const pixelOf = x => pixel(x < 0 ? AMBER : BLUE, Math.abs(x));
+/** A pixel of a number between -1 and 1, as an integer. */
+function pixel(x) {
+  const [red, green, blue] = x < 0 ? AMBER : BLUE;
+  return red | green << 8 | blue << 16 | 255 * opacity(Math.abs(x)) << 24;
+}
 /** Paint a canvas of a pixel for each entry: what `paint` does with an array of integers. */
 function paintPixels(canvas, width, height, paint) {
   canvas.width = width;

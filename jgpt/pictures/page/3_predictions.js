@@ -16,20 +16,8 @@ function buildText() {
     span.style.background = tint("amber", Math.min(1, (surprise(position)?.bits ?? 0) / most));
     return span;
   });
-  if (data.difference) shadeDifferences();
   const breakAfter = token => data.texts[token].endsWith("\n") ? "\n" : "";
   $("text").replaceChildren(...tokens.flatMap((token, i) => [textSpans[i], breakAfter(token)]));
-}
-/** Shade each token by how much more or less it surprises the second of two models. */
-function shadeDifferences() {
-  const apart = tokens.map((_, position) => bitsApart(position));
-  const largest = Math.max(...apart.map(Math.abs));
-  $("most-apart").textContent = largest.toFixed(1);
-  textSpans.forEach((span, position) => {
-    // More surprise is less of what the model should give, so amber.
-    const colour = signedColour(-apart[position]);
-    span.style.background = tint(colour, Math.abs(apart[position]) / largest || 0);
-  });
 }
 function drawText() {
   const { query } = chosen;
@@ -43,9 +31,8 @@ function drawText() {
     element("b", { textContent: visible(tokens[query]) }),
     ` at position ${query}, ${origin}: ${describeSurprise(query)}.`);
 }
-function describeSurprise(position, of = data) {
-  if (of.difference) return describeSurpriseOfBoth(position);
-  const known = surprise(position, of);
+function describeSurprise(position) {
+  const known = surprise(position);
   if (!known) return "nothing comes before it, so nothing predicts it";
   return `${known.bits.toFixed(2)} bits, probability ${number(known.probability)}, `
     + `rank ${known.rank} of ${data.vocab_size}`;
@@ -56,68 +43,64 @@ pictures.set($("text"), {
   across: stepPosition,
 });
 
-// The logit lens
+// The logit lens: a row of predictions for each depth
 
-/** A lens in a place of the page: a row of predictions for each depth. */
-function lensIn(place) {
-  const grid = element("div", { className: "lens", role: "application", tabIndex: 0 });
-  grid.ariaLabel = "Logit lens: left and right choose a position, up and down a layer";
-  place.append(grid);
-  const lens = { grid, place, cells: [], of: null, left: 0, width: Infinity, filled: new Set() };
-  place.addEventListener("scroll", () => {
-    lens.left = place.scrollLeft;
-    fillInSight(lens);
-  }, { passive: true });
-  new ResizeObserver(() => {
-    lens.width = place.clientWidth;
-    fillInSight(lens);
-  }).observe(place);
-  pictures.set(grid, {
-    say: ({ query, depth }) => describeLens(depth, query, lens.of),
-    mark: () => lens.cells[chosen.depth][chosen.query],
-    across: stepPosition,
-    down: step("depth"),
-  });
-  return lens;
+const lens = {
+  place: $("lens"),
+  grid: $("lens-grid"),
+  rows: [],
+  cells: [],  // of each depth
+  named: [],  // the cells of the tokens above and below
+  left: 0,
+  width: Infinity,
+  filled: new Set(),  // columns
+};
+lens.place.addEventListener("scroll", () => {
+  lens.left = lens.place.scrollLeft;
+  fillInSight();
+}, { passive: true });
+new ResizeObserver(() => {
+  lens.width = lens.place.clientWidth;
+  fillInSight();
+}).observe(lens.place);
+pictures.set(lens.grid, {
+  say: ({ query, depth }) => describeLens(depth, query),
+  mark: () => lens.cells[chosen.depth][chosen.query],
+  across: stepPosition,
+  down: step("depth"),
+});
+function buildLens() {
+  if (changed(lens, depths)) layOutLens();
+  if (changed(lens.grid, widest, time)) resizeLens();
+  lens.filled.clear();
+  fillInSight();
 }
-const lens = lensIn($("lens"));
-/** Fill a lens with the predictions of some numbers, and mark what is chosen. */
-function drawLens(lens, of) {
-  if (lens.of !== of) fillLens(lens, of);
+function drawLens() {
   mark(lens.grid, lens.cells[chosen.depth][chosen.query]);
 }
-function fillLens(lens, of) {
-  lens.of = of;
-  if (changed(lens, depths)) layOutLens(lens);
-  if (changed(lens.grid, widest, time)) resizeLens(lens);
-  lens.filled.clear();
-  fillInSight(lens);
-}
-/** Fill the columns of a lens that are in sight, or near. A letter at the beginning of a text changes
- *  them all, and the layout of those that nobody sees took as long as a tenth of the keystroke. */
-function fillInSight(lens) {
-  if (!lens.of) return;
+/** Fill the columns of the lens that are in sight, or near. A letter at the beginning of a text
+ *  changes them all, and the layout of those that nobody sees took as long as a tenth of the
+ *  keystroke. */
+function fillInSight() {
+  if (!data) return;
   const column = columnWidth() + 1;  // with the gap
   const first = Math.max(0, Math.floor((lens.left - NEAR) / column));
   const end = Math.min(time, Math.ceil((lens.left + lens.width + NEAR) / column));
   for (let position = first; position < end; position++) {
     if (lens.filled.has(position)) continue;
     lens.filled.add(position);
-    fillColumn(lens, position);
+    fillColumn(position);
   }
 }
-function fillColumn({ named: [after, next], cells, of }, position) {
+function fillColumn(position) {
+  const [after, next] = lens.named;
   nameCell(after[position], cut(tokens[position]));
   nameCell(next[position], position < time - 1 ? cut(tokens[position + 1]) : "");
-  cells.forEach((row, depth) => {
+  lens.cells.forEach((row, depth) => {
     const cell = row[position];
-    if (of.difference) {
-      fillCellOfDifference(cell, depth, position);
-      return;
-    }
-    const best = of.candidates[depth][position][0];
-    const shade = Math.exp(of.log_probabilities[depth][position][0]).toFixed(3);
-    const right = position < time - 1 && of.next_ranks[depth][position] === 1;
+    const best = data.candidates[depth][position][0];
+    const shade = Math.exp(data.log_probabilities[depth][position][0]).toFixed(3);
+    const right = position < time - 1 && data.next_ranks[depth][position] === 1;
     if (!changed(cell, best, shade, right)) return;
     cell.textContent = cut(best);
     cell.style.background = tint("green", shade);
@@ -127,8 +110,8 @@ function fillColumn({ named: [after, next], cells, of }, position) {
 function nameCell(cell, name) {
   if (cell.textContent !== name) cell.textContent = name;
 }
-/** Make the rows of a lens: one of names, one for each depth, and one of what came next. */
-function layOutLens(lens) {
+/** Make the rows of the lens: one of names, one for each depth, and one of what came next. */
+function layOutLens() {
   const row = (name, depth) => ({
     name: element("span", { className: "name" }, name),
     depth,
@@ -142,10 +125,10 @@ function layOutLens(lens) {
   lens.grid.drawnOf = null;
 }
 const columnWidth = () => widest <= 2 ? 20 : 8 * widest + 12;
-/** Give each row of a lens a cell for each token; those that are there are used again. */
-function resizeLens({ grid, rows }) {
-  grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
-  for (const { name, depth, cells } of rows) {
+/** Give each row of the lens a cell for each token; those that are there are used again. */
+function resizeLens() {
+  lens.grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
+  for (const { name, depth, cells } of lens.rows) {
     while (cells.length > time) cells.pop().remove();
     const more = Array.from({ length: time - cells.length }, (_, i) =>
       element("span", { chooses: { ...goTo(cells.length + i), depth } }));
@@ -153,10 +136,9 @@ function resizeLens({ grid, rows }) {
     cells.push(...more);
   }
 }
-function describeLens(depth, position, of) {
-  if (of.difference) return describeLensOfBoth(depth, position);
-  const next = following(depth, position, of);
-  const lines = predictions(depth, position, of).slice(0, 3).map(likely);
+function describeLens(depth, position) {
+  const next = following(depth, position);
+  const lines = predictions(depth, position).slice(0, 3).map(likely);
   if (next) lines.push(`next was ${likely(next)}, rank ${next.rank}`);
   return [`${depthName(depth)}, after ${at(position)}`, ...lines].join("\n");
 }
@@ -165,23 +147,18 @@ function describeLens(depth, position, of) {
 
 /** What comes next, the most likely first; after the last token, as it is sampled. */
 function distribution(depth, position) {
-  if (position < time - 1 || depth < depths || !data.computes) return predictions(depth, position);
+  if (position < time - 1 || depth < depths) return predictions(depth, position);
   const [candidates, logs] = data.last;
   return filtered(candidates.map((token, i) => ({ token, log: logs[i] })));
 }
 function drawBars() {
   const { depth, query } = chosen;
-  drawLens(lens, data);
-  if (data.difference) {
-    drawBarsOfDifference();
-    return;
-  }
   const next = following(depth, query);
   const rows = distribution(depth, query).slice(0, 10);
   if (next && !rows.some(each => each.token === next.token)) rows.push(next);
   const largest = Math.max(...rows.map(each => each.probability));
   const before = depth === depths ? data.before : null;
-  const writes = data.computes && query === time - 1;
+  const writes = query === time - 1;
   const readAt = depth < depths ? `, read at: ${depthName(depth)}` : "";
   $("bars-title").textContent = `After ${at(query)}${readAt}`;
   $("bars-legend").textContent = next ? "framed: the token that came next"

@@ -1,12 +1,11 @@
 // Attention: all heads small, one large as a map and as arcs
 
 /** A head's weights, a pixel each. */
-function paintHead(layer, head, of, canvas) {
-  const time = of.tokens.length;
+function paintHead(layer, head, canvas) {
   paintPixels(canvas, time, time, pixels => {
     for (let query = 0; query < time; query++) {
       for (let key = 0; key <= query; key++) {
-        pixels[query * time + key] = pixelOf(weight(layer, head, query, key, of));
+        pixels[query * time + key] = pixel(weight(layer, head, query, key));
       }
     }
   });
@@ -15,49 +14,42 @@ let headButtons = [];
 function buildHeads() {
   $("attention").hidden = !data.attention;
   if (!data.attention) return;
-  if (changed($("heads"), layers, heads)) headButtons = layOutHeads($("heads"), "head");
-  paintHeads($("heads"), headButtons, data);
-}
-function paintHeads(grid, buttons, of) {
-  paintInSight(grid, () => {
-    for (const button of buttons) {
+  if (changed($("heads"), layers, heads)) layOutHeads();
+  paintInSight($("heads"), () => {
+    for (const button of headButtons) {
       const { layer, head } = button.chooses;
-      paintHead(layer, head, of, button.previousSibling);
+      paintHead(layer, head, button.previousSibling);
     }
   });
 }
-/** Fill a grid with a button for each head; `group` is a name that no other grid has. */
-function layOutHeads(grid, group) {
+/** Make a button for each head. */
+function layOutHeads() {
+  const grid = $("heads");
   const name = textContent => grid.append(element("span", { className: "name", textContent }));
   grid.replaceChildren();
   grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(24px, 120px))`;
-  const buttons = [];
+  headButtons = [];
   name("");
   for (let head = 0; head < heads; head++) name(heads > 6 ? head : `head ${head}`);
   for (let layer = 0; layer < layers; layer++) {
     name(layers > 8 ? layer : `layer ${layer}`);
     for (let head = 0; head < heads; head++) {
-      const button = element("input", { type: "radio", name: group, chooses: { layer, head } });
+      const button = element("input", { type: "radio", name: "head", chooses: { layer, head } });
       button.ariaLabel = `layer ${layer}, head ${head}`;
-      buttons.push(button);
+      headButtons.push(button);
       grid.append(element("div", {}, element("canvas"), button));
     }
   }
-  return buttons;
 }
-function exploreHeads(grid, buttons) {
-  pictures.set(grid, {
-    say: () => "",  // each has its name beside it
-    mark: () => buttons()[chosen.layer * heads + chosen.head],
-    across: step("head"),
-    down: step("layer"),
-  });
-}
-exploreHeads($("heads"), () => headButtons);
-function describeWeight(query, key, of = data) {
+pictures.set($("heads"), {
+  say: () => "",  // each has its name beside it
+  mark: () => headButtons[chosen.layer * heads + chosen.head],
+  across: step("head"),
+  down: step("layer"),
+});
+function describeWeight(query, key) {
   if (key > query) return `${at(key)} comes after ${at(query)}:\nit can't be attended to`;
-  if (of.difference) return `${at(query)} → ${at(key)}\n${describeWeightOfBoth(query, key)}`;
-  const w = weight(chosen.layer, chosen.head, query, key, of);
+  const w = weight(chosen.layer, chosen.head, query, key);
   return `${at(query)} → ${at(key)}\nweight ${number(w)}`;
 }
 function drawAttention() {
@@ -66,43 +58,34 @@ function drawAttention() {
   headButtons[layer * heads + head].checked = true;
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
   $("arcs-title").textContent = `Layer ${layer}, head ${head}: what ${at(query)} attends to`;
-  drawMap(map, data);
+  drawMap();
   drawArcs();
   drawWhy();
 }
 
 // The map. It is painted when its numbers change; what is chosen is framed on top of it
 
-/** A map in a place of the page, of the chosen head. */
-function mapIn(place) {
-  const canvas = element("canvas", { role: "application", tabIndex: 0 });
-  canvas.ariaLabel = "Attention map: arrows move query and key";
-  const columns = element("div", { className: "names columns", ariaHidden: "true" });
-  const rows = element("div", { className: "names", ariaHidden: "true" });
-  const square = element("i");
-  const cells = element("div", { className: "cells" }, canvas, element("i"), square);
-  const corner = element("div", { className: "corner" });  // hides names that scroll away
-  place.append(element("div", { className: "map" }, corner, columns, rows, cells));
-  const map = { place, columns, canvas, cells, square, of: null };
-  pictures.set(canvas, {
-    find: event => {
-      const [key, query] = cellAt(event, time, time);
-      return { query, key };
-    },
-    say: ({ query, key }) => describeWeight(query, key, map.of),
-    mark: () => square,
-    across: step("key"),
-    down: step("query"),
-  });
-  return map;
-}
-const map = mapIn($("map"));
-function drawMap(map, of) {
+const map = {
+  canvas: $("map-canvas"),
+  cells: $("map-canvas").parentElement,
+  columns: $("map-columns"),
+  square: $("map-square"),
+};
+pictures.set(map.canvas, {
+  find: event => {
+    const [key, query] = cellAt(event, time, time);
+    return { query, key };
+  },
+  say: ({ query, key }) => describeWeight(query, key),
+  mark: () => map.square,
+  across: step("key"),
+  down: step("query"),
+});
+function drawMap() {
   const { query, key, layer, head } = chosen;
   const { canvas, cells, columns, square } = map;
-  map.of = of;
-  if (changed(canvas, of, layer, head)) {
-    paintInSight(cells, () => paintHead(layer, head, of, canvas));
+  if (changed(canvas, data, layer, head)) {
+    paintInSight(cells, () => paintHead(layer, head, canvas));
   }
   cells.style = `--query: ${query}; --key: ${key}`;
   mark(columns, columns.children[key], square);
@@ -122,10 +105,9 @@ function drawArcsOf(context, query, least, strength) {
   const bottom = context.canvas.height;
   for (let key = 0; key <= query; key++) {
     const w = weight(chosen.layer, chosen.head, query, key);
-    const size = Math.abs(w);
-    if (size <= least) continue;
-    context.strokeStyle = `rgba(${w < 0 ? AMBER : BLUE}, ${strength * opacity(size)})`;
-    context.lineWidth = 2 + 6 * size * strength;
+    if (w <= least) continue;
+    context.strokeStyle = `rgba(${BLUE}, ${strength * opacity(w)})`;
+    context.lineWidth = 2 + 6 * w * strength;
     context.beginPath();
     if (key === query) {
       context.arc(middleOf(query), bottom - 14, 9, 0, 2 * Math.PI);
@@ -140,7 +122,7 @@ function drawArcsOf(context, query, least, strength) {
 function drawArcs() {
   const { query, key, layer, head } = chosen;
   const weights = Array.from({ length: query + 1 }, (_, to) => weight(layer, head, query, to));
-  const largest = Math.max(...weights.map(Math.abs));
+  const largest = Math.max(...weights);
   mark($("arc-names"), $("arc-names").children[query]);
   $("largest").textContent = number(largest);
   paintInSight($("arcs"), () => paintArcs(weights, largest));
@@ -154,9 +136,8 @@ function paintArcs(weights, largest) {
   drawArcsOf(emptied($("own-arcs")), query, .0005, 1);
   const bars = emptied($("arc-bars"));
   weights.forEach((w, to) => {
-    bars.fillStyle = `rgba(${w < 0 ? AMBER : BLUE}, ${to === key ? 1 : .55})`;
-    const height = Math.abs(w) / largest * 92 || 0;  // two models may have equal weights
-    bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, height));
+    bars.fillStyle = `rgba(${BLUE}, ${to === key ? 1 : .55})`;
+    bars.fillRect(to * COLUMN + 2, 2, COLUMN - 4, Math.max(1, w / largest * 92));
   });
 }
 pictures.set($("arcs"), {
@@ -178,7 +159,7 @@ function drawWhy() {
     const array = data.products[name];
     const size = array.shape.at(-1);
     const start = ((layer * heads + head) * time + position) * size;
-    return Array.from({ length: size }, (_, i) => entry(array, start + i));
+    return Array.from(array.numbers.subarray(start, start + size));
   };
   const q = vector("query", query);
   const productsWith = k => q.map((x, i) => x * k[i]);

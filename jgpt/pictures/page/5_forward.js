@@ -29,9 +29,7 @@ function buildForward() {
     const shape = dimensions.map((name, axis) => name ? `${name}=${sizes[axis]}` : sizes[axis]);
     part.array = arrays[i];
     part.shape.textContent = shape.join(" ");
-    part.canvas.hidden = !data.computes && !arrays[i].values;
   });
-  $("too-many").hidden = data.computes || Boolean(arrays[0].values);
 }
 /** The paths of the arrays whose numbers nobody sees: those of the groups that are closed. */
 function hiddenPaths() {
@@ -41,7 +39,7 @@ function hiddenPaths() {
 /** Draw what a group has that was opened; numbers that the page lacks are asked for. */
 function drawGroup(group) {
   const isMissing = parts.some(part => part.group === group && !part.array.values);
-  if (group.open && isMissing && data.computes) change({});
+  if (group.open && isMissing) change({});
   else drawForward();
 }
 function layOutParts() {
@@ -98,13 +96,13 @@ function drawPart(part) {
   const columns = sizes.pop() ?? 1;
   const rows = sizes.reduce((a, b) => a * b, 1);
   const size = rows * columns;
-  const values = Array.from({ length: size }, (_, i) =>
-    entry(array.values, chosen.query * size + i));
+  const start = chosen.query * size;
+  const values = Array.from(array.values.numbers.subarray(start, start + size));
   Object.assign(part, { rows, columns, values });
   const largest = Math.max(...values.map(Math.abs)) || 1;
   canvas.style.height = `${rows > 1 ? Math.min(8 * rows, 96) : 14}px`;
   paintPixels(canvas, columns, rows, pixels => values.forEach((x, i) => {
-    pixels[i] = pixelOf(x / largest);
+    pixels[i] = pixel(x / largest);
   }));
   if (!part.row.open) return;
   const lines = Array.from({ length: rows }, (_, row) => {
@@ -127,7 +125,7 @@ function drawForward() {
 
 /** Where the source has the array of a part: its line, and the lines that lead there. */
 function lineOf({ array: { path, name } }) {
-  const found = first?.code?.arrays.find(([itsPath, itsName]) => itsPath === path && itsName === name);
+  const found = first.code?.arrays.find(([itsPath, itsName]) => itsPath === path && itsName === name);
   return found ? { ...sourceLine(found[2]), callers: found[3].map(sourceLine) } : null;
 }
 function sourceLine([index, number]) {
@@ -168,10 +166,10 @@ function flowRows() {
   const blocks = first.paths.blocks.map(path =>
     data.arrays.find(array => array.path === path && !array.name.includes("(")));
   return [data.arrays[0], ...blocks].filter(Boolean).map(array => {
-    const { steps, shape } = array.values;
-    const size = steps.length / shape[0];
+    const { numbers, shape } = array.values;
+    const size = numbers.length / shape[0];
     const sizes = Array.from({ length: time }, (_, position) =>
-      Math.hypot(...steps.subarray(position * size, (position + 1) * size)));
+      Math.hypot(...numbers.subarray(position * size, (position + 1) * size)));
     return { name: array === data.arrays[0] ? "embeddings" : depthName(1 + blocks.indexOf(array)), sizes };
   });
 }
@@ -192,10 +190,9 @@ function drawFlow() {
 }
 function buildFlow() {
   const of = data.gradientOf;
-  const whose = data.difference ? `${nameOfDifference()}: ` : "";
-  $("flow-title").textContent = whose + (of === true
+  $("flow-title").textContent = of === true
     ? `The gradient of the text's loss, ${data.loss.toFixed(3)} nats per token`
-    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`);
+    : `The gradient of the loss of ${at(of)}, ${data.loss.toFixed(3)} nats`;
   const grid = $("flow-grid");
   grid.style.gridTemplateColumns = `max-content repeat(${time}, ${columnWidth()}px)`;
   const name = text => element("span", { className: "name" }, text);

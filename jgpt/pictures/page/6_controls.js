@@ -50,7 +50,7 @@ function putInAddressSoon() {
 function putInAddress() {
   if (location.protocol === "about:") return;
   const link = JSON.stringify({ ...state, given: givenTokens.get(state.prompt), chosen });
-  history.replaceState(history.state, "", `#${encodeURIComponent(link)}`);
+  history.replaceState(null, "", `#${encodeURIComponent(link)}`);
 }
 async function askAgain() {
   const slow = setTimeout(say, 1000, "the model computes");
@@ -70,7 +70,7 @@ async function askAgain() {
 /** Dim what is of another text than the prompt's, and take it out of reach of keys and screen readers:
  *  what is wrong with the prompt is said beside it. */
 function setAside(isFormer) {
-  const places = "#questions, section:not(#guide, #writing, #training)";
+  const places = "#questions, section:not(#guide, #writing)";
   for (const place of document.querySelectorAll(places)) place.inert = isFormer;
 }
 /** Append a token. */
@@ -123,7 +123,6 @@ function buildSwitches() {
   $("patch-block").max = blocks.length - 1;
 }
 function drawChanges() {
-  if (!data.computes) return;
   for (const input of $("switches").querySelectorAll("input")) {
     const factor = state[input.kind][input.name] ?? 1;
     input.checked = factor !== 0;
@@ -132,7 +131,7 @@ function drawChanges() {
   }
   const { before } = data;
   const { query } = chosen;
-  let effect = data.difference ? describeLosses() : describeLoss(data);
+  let effect = describeLoss();
   if (before) {
     const [token] = before.candidates[query];
     const was = likely({ token, probability: Math.exp(before.log_probabilities[query][0]) });
@@ -143,9 +142,10 @@ function drawChanges() {
   $("code").textContent = data.code;
 }
 /** The loss on the text, of which a single token has none, and what a change did to it. */
-function describeLoss({ next_log_probabilities, before }) {
+function describeLoss() {
   if (time === 1) return "";
-  const is = lossOf(next_log_probabilities[depths]);
+  const { before } = data;
+  const is = lossOf(data.next_log_probabilities[depths]);
   const loss = "Loss on the text:";
   if (!before) return `${loss} ${is.toFixed(3)} nats per token.`;
   const was = lossOf(before.next_log_probabilities);
@@ -155,12 +155,10 @@ function describeLoss({ next_log_probabilities, before }) {
 
 // The controls
 
-function startComputing(found) {
+function start(found) {
   first = found;
   givenTokens.set(first.text, first.prompt);
-  document.body.className = "empty";
   document.title = $("title").textContent = `Inside ${found.name}`;
-  for (const id of ["writing", "changes", "dials"]) $(id).hidden = false;
   for (const dial of $("dials").querySelectorAll("input")) {
     dial.after(element("output", {}, dial.value));
     dial.oninput = () => {
@@ -175,16 +173,13 @@ function startComputing(found) {
     change({ patch: prompt ? { block, position: chosen.query, prompt } : null });
   };
   $("sample").onclick = sampleToken;
-  $("reset").onclick = () => change(restored({ shown: state.shown }));
+  $("reset").onclick = () => change(restored({}));
   addEventListener("hashchange", openLink);
   const link = inAddress();
   state = restored(link);
-  startComparing(found.models);
-  if (found.training) startTraining(found.training);
   startWorker(found).then(async () => {
     await showFirst();
     choose(placeIn(link));
-    restorePlace();
   }, giveUp);
 }
 /** Show what another link to this page holds. */
@@ -228,12 +223,8 @@ function changesIn({ heads, blocks, patch, gradient }) {
 }
 /** A state that lacks nothing, in the controls too. */
 function restored(link) {
-  const { prompt, given, shown } = link;
-  const found = {
-    prompt: typeof prompt === "string" ? prompt : first.text,
-    ...changesIn(link),
-    shown: first.models.length > 1 && SHOWN.includes(shown) ? shown : 0,
-  };
+  const { prompt, given } = link;
+  const found = { prompt: typeof prompt === "string" ? prompt : first.text, ...changesIn(link) };
   if (Number.isInteger(given)) givenTokens.set(found.prompt, given);
   $("prompt").value = found.prompt;
   $("patch-prompt").value = found.patch?.prompt ?? "";

@@ -16,7 +16,6 @@ function questions() {
   ].filter(([isThere]) => isThere);
 }
 function buildGuide() {
-  $("guide").hidden = Boolean(data.difference);  // an answer is one model's
   $("unit").textContent = unit();
   $("piece").textContent = unit() === "letter" ? "a letter, a space or a sign"
     : "a word or a part of one";

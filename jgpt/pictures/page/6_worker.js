@@ -26,7 +26,6 @@ function hearWorker({ data: { id, done, error, token } }) {
 
 /** A switch between the numbers of the forward pass and the gradient of the loss for each. */
 function startGradient() {
-  $("gradient-part").hidden = false;
   $("gradient").onchange = () => change({ gradient: $("gradient").checked });
   $("gradient-of").onclick = () => {
     $("gradient").checked = true;
@@ -75,20 +74,16 @@ async function computed(state) {
     const { patch, problem } = patchOf(state, tokens.length);
     const changes = { ...changesOf(state), patch };
     const count = clamp(givenTokens.get(prompt) ?? tokens.length, 1, tokens.length);
-    const ranked = first.models.length > 1;
     const hidden = gradient ? [] : hiddenPaths();
-    const compute = { tokens, prompt: count, changes, gradient, ranked, hidden };
-    const records = await Promise.all(first.models.map((_, model) => askWorker({ compute, model })));
-    for (const record of records) {
-      record.texts = textsOf(record);
-      if (gradient) for (const array of record.arrays) array.values = array.gradient;
-    }
+    const compute = { tokens, prompt: count, changes, gradient, hidden };
+    const record = await askWorker({ compute });
+    record.texts = textsOf(record);
+    if (gradient) for (const array of record.arrays) array.values = array.gradient;
     const code = codeOf(problem ? { ...state, patch: null } : state, first.paths);
     drawPatch(state, problem);
     $("gradient").checked = Boolean(gradient);
     $("gradient").disabled = tokens.length < 2;
-    const record = shownOf(records, state.shown);
-    return { ...record, computes: true, text: prompt, code, gradientOf: gradient };
+    return { ...record, text: prompt, code, gradientOf: gradient };
   } catch (error) {
     return { error: error.message };
   }
@@ -196,7 +191,7 @@ async function writeOnInWorker() {
   $("write").textContent = "Stop";
   const began = performance.now();
   try {
-    await askWorker({ write, model: state.shown }, hearToken);
+    await askWorker({ write }, hearToken);
   } catch (error) {
     say(error.message, true);
   }
@@ -237,7 +232,7 @@ function textsOf({ tokens, candidates, last }) {
   return Object.fromEntries([...all].map(token => [token, tokenizer.textOf(token)]));
 }
 
-/** Python code that computes the changed logits with `jgpt.edit`, as Changes.as_code writes it. */
+/** Python code that computes the changed logits with `jgpt.edit`. */
 function codeOf({ prompt, heads, blocks, patch }, paths) {
   const edits = new Map();
   for (const [name, factor] of Object.entries(heads).sort()) {
@@ -266,19 +261,13 @@ function codeOf({ prompt, heads, blocks, patch }, paths) {
 /** Say what the page is, that it is slow if its first numbers took many seconds, and how far they are
  *  from JAX's, unless a link changes them. */
 function sayHowClose(seconds) {
-  const { models, precision } = first;
+  const { text, precision } = first;
   const contents = [...document.querySelectorAll("script, style")];
   const megabytes = sum(contents.map(each => each.textContent.length)) / 1e6;
-  const isPair = models.length > 1;
-  const what = isPair ? `both models, ${modelNames.join(" and ")}` : "the model";
-  const sentences = [`This file of ${megabytes.toFixed(1)} MB holds ${what}, with weights in `
+  const sentences = [`This file of ${megabytes.toFixed(1)} MB holds the model, with weights in `
     + `${precision}, and computes every number here.`];
-  if (data && state.prompt === first.text && !data.pair?.[0].before && !data.before) {
-    const records = data.pair ?? [data];
-    models.forEach(({ name, ...expected }, i) => {
-      const whose = isPair ? `the log probabilities of ${name}` : "its log probabilities";
-      sentences.push(`On the first text ${whose} are within ${distance(records[i], expected)}.`);
-    });
+  if (data && state.prompt === text && !data.before) {
+    sentences.push(`On the first text its log probabilities are within ${distance()}.`);
   }
   if (seconds > 2) {
     sentences.push(`Its numbers took ${seconds.toFixed(0)} s: a model of this size is slow in a `
@@ -286,16 +275,17 @@ function sayHowClose(seconds) {
   }
   $("closeness").textContent = sentences.join(" ");
 }
-/** How far the numbers of a record are from those that JAX computes, in words. */
-function distance(record, { expected, expected_unpacked: expectedUnpacked }) {
-  if (!expectedUnpacked) return `${farthest(record, expected)} of JAX's`;
-  return `${farthest(record, expectedUnpacked)} of those that JAX computes with these weights, and `
-    + `within ${farthest(record, expected)} of those with the model's own weights`;
+/** How far the numbers of the first text are from those that JAX computes, in words. */
+function distance() {
+  const { expected, expected_unpacked: expectedUnpacked } = first;
+  if (!expectedUnpacked) return `${farthest(expected)} of JAX's`;
+  return `${farthest(expectedUnpacked)} of those that JAX computes with these weights, and `
+    + `within ${farthest(expected)} of those with the model's own weights`;
 }
-/** The largest difference between a record's log probabilities and others, relative to the largest
- *  of those. */
-function farthest(record, others) {
-  const found = record.log_probabilities[depths].flat();
+/** The largest difference between the log probabilities and others, relative to the largest of
+ *  those. */
+function farthest(others) {
+  const found = data.log_probabilities[depths].flat();
   const largest = Math.max(...others.map(Math.abs));
   const apart = Math.max(...others.map((x, i) => Math.abs(x - found[i]))) / largest;
   return apart.toExponential(0);

@@ -1,4 +1,4 @@
-// The numbers of the page, computed in the page: what jgpt/pictures/numbers.py does in Python.
+// The numbers of the page, computed in the page, by the programs of jgpt/pictures/numbers.py.
 //
 //   const model = createModel(description, weights, interpreter);
 //   const data = model.compute({tokens: [5, 2, 9], prompt: 3, changes: {heads: [[0, 2, 0]]}});
@@ -12,12 +12,9 @@
 //   gradient  whether each array gets `gradient` beside `values`: that of the text's loss for it; or
 //             of the loss of one token, for a position after the first
 //   hidden    the paths of arrays whose `values` are null
-//   ranked    whether the record gets `ranked`: all candidates and their log probabilities at each
-//             depth and position, {most, tokens, logs}, of which there are `most` in a row
 //
-// The record is that of `Look` in Python, with two differences: arrays have their numbers as they
-// are, {shape, low: 0, step: 1, steps: Float32Array}, where Python's have one or two bytes each; and
-// `texts` is left to the page, which has the tokenizer. With `gradient` it also has `loss`.
+// The record has what the page draws of a text. Its arrays are {shape, numbers}. With `gradient` it
+// also has `loss`.
 "use strict";
 
 function createModel(description, weights, interpreter) {
@@ -110,7 +107,7 @@ function streamsFor({patch}, time) {
 }
 
 function compute(request) {
-  const {tokens, prompt = tokens.length, changes = {}, gradient = false, ranked = false} = request;
+  const {tokens, prompt = tokens.length, changes = {}, gradient = false} = request;
   requireFits(tokens);
   let before = null;
   if (isChange(changes)) {
@@ -124,7 +121,6 @@ function compute(request) {
   const {outputs, program} = run(tokens, changes, streams);
   const arrays = arraysOf(outputs, program.rows, tokens.length, request.hidden ?? []);
   const data = dataOf(tokens, prompt, outputs, arrays, before);
-  if (ranked) data.ranked = rankedOf(outputs, tokens.length);
   if (gradient) addGradients(data, gradient, arrays, changes, streams);
   return data;
 }
@@ -169,7 +165,6 @@ function dataOf(tokens, prompt, outputs, arrays, before) {
     before,
   };
   data.arrays = arrays.map(({row, part, isHidden}) => ({
-    index: row.index,
     name: row.name,
     path: row.path,
     dimensions: row.dimensions,
@@ -197,21 +192,6 @@ function lastOf(candidates, best, depth, position) {
   return [part(candidates), part(best)];
 }
 
-// All candidates of each depth and position, without padding.
-function rankedOf({candidates, log_probabilities: best}, time) {
-  const [depths, length, most] = candidates.shape;
-  const size = time * most;
-  const ranked = {
-    most, tokens: new Int32Array(depths * size), logs: new Float32Array(depths * size),
-  };
-  for (let depth = 0; depth < depths; depth++) {
-    const start = depth * length * most;
-    ranked.tokens.set(interpreter.numbersOf(candidates).subarray(start, start + size), depth * size);
-    ranked.logs.set(interpreter.numbersOf(best).subarray(start, start + size), depth * size);
-  }
-  return ranked;
-}
-
 // The predictions of the unchanged model.
 function predictionsOf(outputs, tokens) {
   const time = tokens.length;
@@ -223,8 +203,6 @@ function predictionsOf(outputs, tokens) {
     candidates: atTheEnd(outputs.candidates, time, most),
   };
 }
-
-const whole = (shape, steps) => ({shape, low: 0, step: 1, steps});
 
 function requireFinite(x) {
   if (!interpreter.isFinite(x)) {
@@ -250,7 +228,7 @@ function triangles(maps, time) {
   }
   const shape = [maps.length, heads, size];
   requireFinite(interpreter.array("float32", shape, weights));
-  return whole(shape, weights);
+  return {shape, numbers: weights};
 }
 
 // One array of all layers, without padding along the second axis of each.
@@ -266,7 +244,7 @@ function stacked(arrays, time) {
       place += time * features;
     }
   }
-  return whole([arrays.length, rows, time, features], numbers);
+  return {shape: [arrays.length, rows, time, features], numbers};
 }
 
 // An array without padding, with the first axis that grows with the tokens in front.
@@ -279,7 +257,8 @@ function byToken(x, tokenAxes, time) {
 
 function valuesOf(x) {
   const numbers = interpreter.copyOf(x);
-  return whole(x.shape, numbers instanceof Float32Array ? numbers : Float32Array.from(numbers));
+  const isFloat = numbers instanceof Float32Array;
+  return {shape: x.shape, numbers: isFloat ? numbers : Float32Array.from(numbers)};
 }
 
 const depthOf = (path) => path.split(".").length;

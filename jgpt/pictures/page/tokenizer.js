@@ -7,7 +7,6 @@ function makeTokenizer(vocabulary) {
     characters: characterTokenizer,
     bytes: byteTokenizer,
     byte_pairs: bytePairTokenizer,
-    list: listTokenizer,
   };
   const { size, encode, decode, textOf } = kinds[vocabulary.kind](vocabulary);
   const decodeKnown = tokens => {
@@ -22,7 +21,7 @@ function makeTokenizer(vocabulary) {
     const first = [...decodeKnown([token])];
     return [...decodeKnown([token, token])].slice(first.length).join("");
   };
-  return { kind: vocabulary.kind, size, encode, decode: decodeKnown, textOf: textOf ?? textOfSecond };
+  return { size, encode, decode: decodeKnown, textOf: textOf ?? textOfSecond };
 }
 
 function characterTokenizer({ code_points }) {
@@ -63,15 +62,6 @@ function textOfBytes(bytes) {
 }
 function byteTokenizer() {
   return { size: 256, encode: bytesOfText, decode: textOfBytes };
-}
-
-/** Tokens that are chosen and not typed. */
-function listTokenizer({ texts, separator, reason }) {
-  const encode = () => {
-    throw new Error(`choose tokens from the list: ${reason}`);
-  };
-  const textOf = token => texts[token];
-  return { size: texts.length, encode, decode: ids => ids.map(textOf).join(separator), textOf };
 }
 
 // Byte-level byte-pairs, as the tokenizers library encodes with them

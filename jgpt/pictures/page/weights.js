@@ -54,16 +54,4 @@ function scaled(integers, scales, shape, axis) {
   return numbers;
 }
 
-// The weights of each model of a page, one or two, as jgpt/pictures/page.py names them.
-const OTHER = "other/";
-function weightsByModel(weights) {
-  const own = {};
-  const other = {};
-  for (const [name, array] of Object.entries(weights)) {
-    if (name.startsWith(OTHER)) other[name.slice(OTHER.length)] = array;
-    else own[name] = array;
-  }
-  return Object.keys(other).length ? [own, other] : [own];
-}
-
 if (typeof module !== "undefined") module.exports = unpackWeights;

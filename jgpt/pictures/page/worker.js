@@ -4,11 +4,10 @@
 // Messages to the worker, each with an `id` that its answers repeat, larger than those before it:
 //   {id, load: {description, weights}}   comes first: what model.py and weights.py of jgpt/pictures
 //                                        make, the description as packed JSON
-//   {id, compute: {tokens, prompt, changes, gradient, ranked, hidden}, model}   a record: see model.js
-//   {id, write: {tokens, count, changes, seed, temperature, top_k, top_p, min_p}, model}
+//   {id, compute: {tokens, prompt, changes, gradient, hidden}}   a record: see model.js
+//   {id, write: {tokens, count, changes, seed, temperature, top_k, top_p, min_p}}
 //                                        the tokens that follow a text; filters may be missing
 //   {stop: id}                           no more tokens are wanted of the question with this id
-// `model` is the number of the model that is asked, 0 or 1; it may be missing.
 // Answers:
 //   {id, done}    `done` is true, the record, or the list of tokens
 //   {id, token}   each token of `write`, as soon as it is drawn
@@ -19,25 +18,24 @@
 // listens now and then.
 const LISTENING_PAUSE = 50;
 
-let workerModels = [];
+let workerModel = null;
 let lastStopped = -1;
 
-async function answer({id, load, compute, write, model = 0}) {
+async function answer({id, load, compute, write}) {
   if (load) {
     const weights = await unpackWeights(load.weights, interpreter);
     const description = await unpackJson(load.description);
-    workerModels = weightsByModel(weights).map(
-      (each) => createModel(description, each, interpreter));
+    workerModel = createModel(description, weights, interpreter);
     return true;
   }
-  if (compute) return workerModels[model].compute(compute);
-  return writeOn(id, write, workerModels[model]);
+  if (compute) return workerModel.compute(compute);
+  return writeOn(id, write);
 }
 
-async function writeOn(id, request, model) {
+async function writeOn(id, request) {
   const written = [];
   let listened = performance.now();
-  for (const token of model.writing(request)) {
+  for (const token of workerModel.writing(request)) {
     written.push(token);
     postMessage({id, token});
     if (performance.now() - listened < LISTENING_PAUSE) continue;
@@ -49,12 +47,10 @@ async function writeOn(id, request, model) {
 }
 
 // The buffers of a record, which go to the page instead of being copied.
-function buffersOf({arrays = [], attention, products, ranked}) {
+function buffersOf({arrays = [], attention, products}) {
   const all = [attention, products?.query, products?.key];
   for (const {values, gradient} of arrays) all.push(values, gradient);
-  const buffers = all.filter((x) => x).map(({steps}) => steps.buffer);
-  if (ranked) buffers.push(ranked.tokens.buffer, ranked.logs.buffer);
-  return buffers;
+  return all.filter((x) => x).map(({numbers}) => numbers.buffer);
 }
 
 async function reply(question) {
