@@ -248,8 +248,14 @@ class RunDirectory:
         return read_config(self.path / CONFIG)
 
     def tokenizer(self) -> Tokenizer:
-        """Read the tokenizer."""
-        return parse_file(self.path / TOKENIZER, tokenizer_from_json)
+        """Read the tokenizer. Raises FileNotFoundError if the run has lost it."""
+        path = self.path / TOKENIZER
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing, without which no text can be read or written: copy it back, "
+                "or from another run on the same text"
+            )
+        return parse_file(path, tokenizer_from_json)
 
     def imported(self) -> Path | None:
         """Return the folder with the text files of the model that the run was imported from, or

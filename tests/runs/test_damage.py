@@ -139,6 +139,12 @@ def test_a_fault_of_a_text_file_is_named_and_nothing_foreign_is_touched(run, tmp
     assert files_in(tmp_path) == elsewhere
 
 
+def test_a_lost_tokenizer_is_named_with_a_way_back(run):
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing.*copy it"):
+        load(run)
+
+
 def test_a_run_with_a_link_for_its_metrics_is_not_loaded(run, tmp_path):
     """Though nothing is read of them: the next resumption would write through the link."""
     faults.link(run / "metrics.jsonl", tmp_path)
