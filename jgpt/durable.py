@@ -21,6 +21,8 @@ else:
     import fcntl
 
 _LARGEST_TEXT = 1 << 28
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+"""The beginning of what Git leaves in place of a large file, where Git LFS is not installed."""
 # Never through a link, never blocked by a pipe, and without newline conversion on Windows.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _PRIVATE = 0o700
@@ -197,11 +199,24 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Read a small text file, such as a config. Raises ValueError for a large one."""
+    """Read a small text file, such as a config. Raises ValueError for a large one, and for a
+    pointer of Git LFS."""
+    require_fetched(path)
     size = path.stat().st_size
     if size > _LARGEST_TEXT:  # such as a device or a forged file, which would fill the memory
         raise ValueError(f"it has {size:,} bytes")
     return path.read_text(encoding="utf-8-sig")  # an editor may have added a byte-order mark
+
+
+def require_fetched(path: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS in place of a file."""
+    with path.open("rb") as file:
+        beginning = file.read(len(_GIT_LFS))
+    if beginning == _GIT_LFS:
+        raise ValueError(
+            "it is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or "
+            "download the file"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

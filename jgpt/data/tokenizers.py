@@ -23,7 +23,7 @@ import tokenizers
 from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from jgpt.durable import prefix_errors, read_file
+from jgpt.durable import prefix_errors, read_file, require_fetched
 from jgpt.fields import Code
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
@@ -501,6 +501,9 @@ class BPETokenizer:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
+        for file in (vocabulary, merges):
+            with prefix_errors(file):
+                require_fetched(file)
         with _failures_raised(f"{directory}: not GPT-2's vocabulary and merges"):
             model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
         backend = _byte_level(model)
@@ -996,7 +999,9 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer in a file. Raises ValueError that names the file if there is none."""
+    """Read the tokenizer in a file. Raises FileNotFoundError or ValueError, which name the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no tokenizer {path}: give the file or its folder")
     with prefix_errors(path):
         return tokenizer_from_json(read_file(path))
 

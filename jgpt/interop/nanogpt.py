@@ -2,13 +2,16 @@
 
 import functools
 import pickletools
+import re
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from jgpt.durable import prefix_errors
+import numpy as np
+
+from jgpt.durable import prefix_errors, require_fetched
 from jgpt.interop.formats import NANOGPT, read_config
 from jgpt.interop.names import Entry, plain_names, read_tensors
 from jgpt.nn.transformer import GPT
@@ -16,6 +19,34 @@ from jgpt.nn.transformer import GPT
 _MOST_PICKLES = 8
 """The most pickles in a file. Before PyTorch 1.6, files were several pickles, followed by the bytes
 of tensors."""
+
+
+class _NumberType:
+    """The dtype of a NumPy number in a file."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code = code
+        self.byte_order = "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.byte_order, *_ = state
+
+
+def _number(dtype: _NumberType, data: bytes) -> int | float:
+    """Return a NumPy number of a file. Raises ValueError for any other NumPy scalar."""
+    if not re.fullmatch(r"[biuf][1248]", dtype.code):
+        raise ValueError(f"a NumPy scalar of type {dtype.code!r} is not a number")
+    return np.frombuffer(data, dtype.byte_order + dtype.code).item()
+
+
+# Ours in place of NumPy's: its dtypes are shared by all arrays of the process, and a pickle sets
+# their state.
+_NUMBERS: list[Any] = [
+    (_NumberType, "numpy.dtype"),
+    (_number, "numpy._core.multiarray.scalar"),
+    (_number, "numpy.core.multiarray.scalar"),  # before NumPy 2
+]
+"""What PyTorch may call in addition, by the names in a file: forks save a loss of NumPy's."""
 
 
 def load_nanogpt(file: str | Path) -> GPT:
@@ -26,13 +57,15 @@ def load_nanogpt(file: str | Path) -> GPT:
     file = Path(file)
     try:
         import torch
+        from torch.serialization import safe_globals
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, prefix_errors(file):
+        require_fetched(file)
         _require_stored(opened)
         try:
             # the error below has the same content in one line
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings(action="ignore"), safe_globals(_NUMBERS):
                 checkpoint = torch.load(opened, map_location="cpu", weights_only=True)
             arguments = dict(checkpoint["model_args"])
             entries = _entries(checkpoint["model"])
@@ -50,15 +83,9 @@ def load_nanogpt(file: str | Path) -> GPT:
 
 def _entries(tensors: dict[str, Any]) -> dict[str, Entry]:
     """Return the tensors of a checkpoint by their plain names."""
-    named = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("_orig_mod.")  # torch.compile adds this prefix
-        if short in named:
-            raise ValueError(f"_orig_mod.{short} and {short} are two names of one tensor")
-        named[short] = tensor
     entries = {}
-    for short, name in plain_names(named).items():
-        tensor = named[name]
+    for short, name in plain_names(tensors).items():
+        tensor = tensors[name]
         entries[short] = Entry(tensor.shape, functools.partial(_read, short, tensor))
     return entries
 

@@ -497,9 +497,20 @@ def test_a_pretrained_model_and_its_tokenizer_have_one_vocabulary(tmp_path):
 def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):
     jgpt.save_hf(random_model(), tmp_path / "bare")
 
-    with pytest.raises(
-        (ValueError, OSError), match=r"bare has neither encoder\.json and vocab\.bpe"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"bare has no tokenizer\.json"):
+        jgpt.load_pretrained(tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("tokenizer.json", []), ("merges.txt", ["vocab.json"])], ids=str
+)
+def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(name, others, tmp_path):
+    jgpt.save_hf(random_model(), tmp_path / "bare")
+    for other in others:
+        (tmp_path / "bare" / other).write_text("{}")
+    (tmp_path / "bare" / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+
+    with pytest.raises(ValueError, match=f"{name}: it is a pointer of Git LFS"):
         jgpt.load_pretrained(tmp_path / "bare")
 
 
