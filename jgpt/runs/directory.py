@@ -28,6 +28,8 @@ from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_fil
 from jgpt.refusal import Field, Message
 from jgpt.runs.manifest import parse_file, refuse_foreign
 
+RUNS = Path("runs")
+"""Where runs are written by default, in the current folder."""
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
@@ -179,7 +181,10 @@ class RunDirectory:
                         Field("which", int(step)),
                     )
                 )
-            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
+            meant = ""
+            if cls.exists(RUNS / path):
+                meant = f" (did you mean {RUNS / path}?)"
+            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}{meant}")
         if not cls.is_run(path) and any(path.glob("*.safetensors")):
             raise ValueError(
                 f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
@@ -208,7 +213,7 @@ class RunDirectory:
     def latest(cls) -> Path:
         """Return the run in runs/ that was written to last. Raises FileNotFoundError if there is
         none."""
-        runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
+        runs = [path for path in RUNS.glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
                 "the folder runs has no run: give the directory of a run, or train one"
