@@ -28,7 +28,7 @@ from jgpt.nn.layers import (
     residual_std,
     vocabulary_head,
 )
-from jgpt.nn.module import Module, require_in_block
+from jgpt.nn.module import Module, describe_model, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
@@ -166,6 +166,10 @@ class GPT(Module):
         self.final_norm = make_norm(config)
         # If tied, the token embedding's table is also the head.
         self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
+
+    def __repr__(self) -> str:
+        """Describe the model in one line; `print` and `nnx.display` show all its parts."""
+        return describe_model(self)
 
     @typed
     def __call__(

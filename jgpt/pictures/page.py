@@ -390,6 +390,9 @@ class Page:
     reason: str | None = None
     """Why the page has the numbers of one text and doesn't compute; None for one that does."""
 
+    def __repr__(self) -> str:
+        return f"Page({len(self.html):,} characters of HTML, reason={self.reason!r})"
+
     def _repr_html_(self) -> str:
         # A separate frame, so that neither its styles nor its scripts affect the notebook.
         source = self.html.replace("&", "&amp;").replace('"', "&quot;")
