@@ -50,8 +50,8 @@ PLAIN_MESSAGES = {
 }
 """What argparse says of an option, and the same in plain words."""
 INSTEAD = {
-    "--vocab-size": "can't be set: the tokenizer determines it, and --bpe-vocab-size the number of "
-    "tokens of --tokenizer bpe",
+    "--vocab-size": "can't be set: the tokenizer determines it; give --bpe-vocab-size with "
+    "--tokenizer bpe",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
     "--epochs": "is no option: set the length with --steps; jgpt plan shows how many epochs it is",
