@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+"""The beginning of what Git leaves in place of a large file, where Git LFS is not installed."""
+
 
 @contextlib.contextmanager
 def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
@@ -81,11 +84,28 @@ def write_file(path: Path, data: str | bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
+def read_file(path: Path) -> str:
+    """Read a small text file, such as a config. Raises ValueError for a pointer of Git LFS."""
+    require_fetched(path)
+    return path.read_text(encoding="utf-8-sig")  # an editor may have added a byte-order mark
+
+
+def require_fetched(path: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS in place of a file."""
+    with path.open("rb") as file:
+        beginning = file.read(len(_GIT_LFS))
+    if beginning == _GIT_LFS:
+        raise ValueError(
+            "it is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or "
+            "download the file"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    values = json.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+    values = json.loads(read_file(path))
     if not isinstance(values, dict):
         raise ValueError(f"not an object, but {type(values).__name__}")
     return values

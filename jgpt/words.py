@@ -17,6 +17,11 @@ OTHER_NAMES = {
     **{"rematerialise": "remat", "checkpointing": "remat", "gradient_checkpointing": "remat"},
 }
 """What other programs call a field or an option."""
+OTHER_COMMANDS = {
+    **{"generate": "sample", "download": "import", "-v": "--version"},
+    **dict.fromkeys(("finetune", "fine-tune"), "train --initial"),
+}
+"""What other programs call a command."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -33,7 +38,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _as_field(word: str) -> str:
-    return word.lstrip("-").replace("-", "_")
+    return word.lstrip("-").replace("-", "_").lower()
 
 
 def format_bytes(size: int) -> str:

@@ -19,7 +19,7 @@ from jgpt.cli.signals import end_at_once_when_interrupted, interrupt_again
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.refusal import message_of
 from jgpt.user_code import describe_error
-from jgpt.words import did_you_mean
+from jgpt.words import OTHER_COMMANDS, did_you_mean
 
 _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, MemoryError)
 
@@ -111,10 +111,10 @@ def _run(args: list[str]) -> Iterable[str]:
 
         return [f"jgpt {version('jgpt')}"]
     if name not in COMMANDS:
-        raise ValueError(
-            f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; "
-            f"the commands are {', '.join(COMMANDS)}"
-        )
+        meant = did_you_mean(name, COMMANDS)
+        if name in OTHER_COMMANDS:
+            meant = f" (did you mean jgpt {OTHER_COMMANDS[name]}?)"
+        raise ValueError(f"unknown command {name!r}{meant}; the commands are {', '.join(COMMANDS)}")
     if {"-h", "--help", "--help-all"} & set(words):
         return help_of(COMMANDS[name], name, words).splitlines()
     return COMMANDS[name](**parse(COMMANDS[name], name, words)) or ()

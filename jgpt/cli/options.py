@@ -48,7 +48,8 @@ PLAIN_MESSAGES = {
 }
 """What argparse says of an option, and the same in plain words."""
 INSTEAD = {
-    "--vocab-size": "can't be set: the tokenizer determines it",
+    "--vocab-size": "can't be set: the tokenizer determines it; give --bpe-vocab-size with "
+    "--tokenizer bpe",
     "--device": "is no option: JAX_PLATFORMS=cpu, cuda or tpu chooses the device",
     "--preset": "is no option: write the preset alone, as in jgpt train tiny",
     "--epochs": "is no option: set the length with --steps; --dry-run shows how many epochs it is",
@@ -250,7 +251,7 @@ class _Parser(argparse.ArgumentParser):
         flag = f"--{name.replace('_', '-')}"
         if equals and flag in self.flags:
             return f" (did you mean {flag} {value}?)"
-        if "--data" in self.flags and Path(word).exists():
+        if "--data" in self.flags and _is_text(word):
             return f" (did you mean --data {shlex.quote(word)}?)"
         return ""
 
@@ -582,9 +583,16 @@ def _raise_if_it_is_a_path(word: str) -> None:
             model = f"{word}:GPT"  # the class that `jgpt new` writes
         command = shlex.join(["jgpt", "train", "--model", model])
         raise OptionError(f"{word} is Python code, not a preset; to train its model: {command}")
-    if path.exists():
+    if _is_text(word):
         command = shlex.join(["jgpt", "train", "--data", word])
         raise OptionError(f"{word} is a text, not a preset; to train on it: {command}")
+
+
+def _is_text(word: str) -> bool:
+    """Whether a word is what --data takes: a file, a folder or the name of a corpus."""
+    from jgpt.data.corpus import CORPORA  # the help needs none of it
+
+    return Path(word).exists() or word in CORPORA
 
 
 def _replace_given(config: Any, values: dict[str, Any]) -> Any:

@@ -6,11 +6,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 HANG_UP = getattr(signal, "SIGHUP", None)
 """The terminal was closed. Windows has no such signal."""
 SECONDS_UNTIL_AGAIN = 0.02
+SECONDS_OF_A_PRESS = 1.0
+"""How long further signals of Ctrl-C are taken for the first one."""
 BROKEN_PIPE = 13
 """The number of SIGPIPE."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -23,6 +26,8 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     """Handle the signals: call `first` at the first one, `second` before exiting at the next.
 
     Yields a list, to which the first one adds the exit code: 128 plus the signal, as shells report.
+    A Ctrl-C within a second of the first one is the same request, so that a nervous second press
+    does not lose the state.
     The system and the shell may both report a closed terminal: no second request, and under `nohup`
     none at all.
     A thread receives them through a wakeup socket: Python's handlers would run only when the main
@@ -33,14 +38,20 @@ def stop_requested(first: Callable[[], None], second: Callable[[], None]) -> Ite
     there.setblocking(False)  # as `set_wakeup_fd` requires
 
     def listen() -> None:
+        first_at = 0.0
         while data := here.recv(1):
             number = data[0]
             if number not in SIGNALS:
                 continue
             if not codes:
+                first_at = time.monotonic()
                 codes.append(128 + number)
                 first()
-            elif number != HANG_UP:
+                continue
+            is_pressed_again = number == signal.SIGINT and codes == [128 + number]
+            if is_pressed_again and time.monotonic() < first_at + SECONDS_OF_A_PRESS:
+                continue
+            if number != HANG_UP:
                 second()
                 # `sys.exit` would end this thread alone.
                 os._exit(128 + number)

@@ -23,7 +23,7 @@ import tokenizers
 from jaxtyping import Int32, Integer
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from jgpt.durable import prefix_errors
+from jgpt.durable import prefix_errors, read_file, require_fetched
 from jgpt.fields import Code
 from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
@@ -499,6 +499,9 @@ class BPETokenizer:
             raise FileNotFoundError(
                 f"{directory} has neither encoder.json and vocab.bpe nor vocab.json and merges.txt"
             )
+        for file in (vocabulary, merges):
+            with prefix_errors(file):
+                require_fetched(file)
         with _failures_raised(f"{directory}: not GPT-2's vocabulary and merges"):
             model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
         backend = _byte_level(model)
@@ -956,9 +959,11 @@ def _tokens_after_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer in a file. Raises ValueError that names the file if there is none."""
+    """Read the tokenizer in a file. Raises FileNotFoundError or ValueError, which name the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no tokenizer {path}: give the file or its folder")
     with prefix_errors(path):
-        return tokenizer_from_json(path.read_text(encoding="utf-8-sig"))
+        return tokenizer_from_json(read_file(path))
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -991,16 +996,6 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise ValueError(
         f"not a tokenizer: its type is {kind!r}, not char, byte, numbers, bpe or custom"
     )
-
-
-def text_of_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token that follows another, with the space that begins a word.
-
-    Some decoders, such as Llama 2's, strip the space of the first token.
-    """
-    alone = tokenizer.decode([token])
-    twice = tokenizer.decode([token, token])
-    return twice[len(alone) :]
 
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

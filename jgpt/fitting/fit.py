@@ -40,7 +40,7 @@ from jgpt.parallel.processes import raise_in_all_processes, require_same
 from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
-from jgpt.runs.load import load
+from jgpt.runs.load import describe_loaded, load
 from jgpt.runs.target import choose_target
 from jgpt.shapes.contract import typed
 from jgpt.training.custom_objective import (
@@ -76,6 +76,13 @@ class Run:
     """The duration of the call."""
     evaluations: EvaluationPlan
     """The targets of the loss."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Run(\n    directory: {self.directory}\n"
+            f"    {describe_loaded(self.model, self.tokenizer, self.config)}\n"
+            f"    validation_loss: {self.validation_loss:.4f} at step {self.best_step}\n)"
+        )
 
     @property
     def metrics(self) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
-from jgpt.durable import new_directory, prefix_errors, read_json
+from jgpt.durable import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
@@ -189,6 +189,7 @@ def _open_file(path: Path, layers: int, stack: contextlib.ExitStack) -> dict[str
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: only safetensors weights are supported")
     with prefix_errors(Path(path.name)):
+        require_fetched(path)
         # safetensors begins with the length of its header, which the library would read without a
         # limit: a header of 1.2 million names took a minute.
         with path.open("rb") as opened:

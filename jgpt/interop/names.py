@@ -23,6 +23,8 @@ Tensors = PyTree[Float[np.ndarray, "..."]]
 _HEAD = "lm_head.weight"
 """The name of the head, which is outside of the prefix in all formats."""
 _BLOCK = re.compile(r"(h|layers)\.\d+\.")
+_OUTER_MODULES = re.compile(r"^((_orig_mod|module)\.)*((transformer|model)\.)?")
+"""torch.compile and DistributedDataParallel wrap a model in a module of their own."""
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 """Buffers with constants: GPT-2's causal mask, and the frequencies of rotary positions."""
 
@@ -47,7 +49,8 @@ class _Stored(NamedTuple):
 def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry]) -> GPT:
     """Make a model from the tensors of another project, which are read one by one.
 
-    Raises ValueError for a missing or unexpected tensor, or a wrong shape, before any is read.
+    Raises ValueError for a missing or unexpected tensor, or a wrong shape, before any is read; and
+    for one that is not finite.
     """
     blocks = _blocks_of(entries)
     # Checked before the layout is made, which would be huge for a config with far too many layers.
@@ -72,8 +75,11 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
-    if has_copy and not np.array_equal(entries[_HEAD].read(), entries[table].read()):
-        raise ValueError(f"{_HEAD} differs from {table}, but tie_word_embeddings=True")
+    if has_copy:
+        copy = entries[_HEAD].read()
+        # NaN is refused below, with the name of its tensor
+        if not np.array_equal(copy, entries[table].read(), equal_nan=True):
+            raise ValueError(f"{_HEAD} differs from {table}, but tie_word_embeddings=True")
     parameters = {}
     for name, stored in layout.items():
         parameters |= _split(name, stored, entries[name])
@@ -91,11 +97,16 @@ def _blocks_of(names: Iterable[str]) -> set[str]:
 
 
 def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
-    """Split a tensor of a file into the parameters that it holds, by their names in jgpt."""
+    """Split a tensor of a file into the parameters that it holds, by their names in jgpt.
+
+    All formats come in here. Raises ValueError for a tensor that is not finite.
+    """
     try:
         tensor = jnp.asarray(entry.read())
     except MemoryError:
         raise ValueError(f"{name} of shape {list(stored.shape)} exceeds the memory") from None
+    if not jnp.isfinite(tensor).all():
+        raise ValueError(f"{name} has NaN or infinity: the model diverged, or the file is damaged")
     if stored.transposed:
         tensor = tensor.T
     # Split after each parameter but the last.
@@ -218,7 +229,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     """
     plain: dict[str, str] = {}
     for name in names:
-        short = re.sub(r"^(transformer|model)\.", "", name)
+        short = _OUTER_MODULES.sub("", name)
         if _NO_PARAMETER.fullmatch(short):
             continue
         if short in plain:

@@ -84,8 +84,13 @@ def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """
     if (folder / TOKENIZER_JSON).is_file():
         tokenizer = read_tokenizer(folder / TOKENIZER_JSON)
-    else:
+    elif any((folder / name).is_file() for name in ("vocab.json", "encoder.json")):
         tokenizer = BPETokenizer.from_gpt2(folder)
+    else:
+        raise FileNotFoundError(
+            f"{folder} has no {TOKENIZER_JSON}: copy it from where the weights are from, or write "
+            "it with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
     if not isinstance(tokenizer, BPETokenizer):
         return tokenizer
     files = read_text_files(folder, folder)

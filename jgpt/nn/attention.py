@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from jgpt.nn.layers import apply_dropout
 from jgpt.shapes.contract import check, typed
@@ -149,8 +149,8 @@ def apply_rotary(
 
 @typed
 def split_heads(
-    x: Float[Array, "batch time features"], heads: int
-) -> Float[Array, "batch {heads} time {x.shape[-1]//heads}"]:
+    x: Shaped[Array, "batch time features"], heads: int
+) -> Shaped[Array, "batch {heads} time {x.shape[-1]//heads}"]:
     """Reshape (batch, time, features) to (batch, heads, time, features // heads)."""
     batch, time, features = x.shape
     if heads < 1 or features % heads:
@@ -162,8 +162,8 @@ def split_heads(
 
 @typed
 def merge_heads(
-    x: Float[Array, "batch heads time value_dim"],
-) -> Float[Array, "batch time heads*value_dim"]:
+    x: Shaped[Array, "batch heads time value_dim"],
+) -> Shaped[Array, "batch time heads*value_dim"]:
     """Return the inverse of `split_heads`, with heads concatenated."""
     batch, heads, time, value_dim = x.shape
     time_first = x.transpose(0, 2, 1, 3)  # batch time heads value_dim

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jgpt.nn.cache import KVCache
 from jgpt.nn.layers import Embedding
-from jgpt.nn.module import Module
+from jgpt.nn.module import Module, describe_model
 from jgpt.parallel.rules import shard_by_name
 from jgpt.shapes.contract import typed
 
@@ -28,6 +28,9 @@ class BigramLM(Module):
         self.table = Embedding(
             vocab_size, vocab_size, init_std=1.0, param_dtype=param_dtype, rngs=rngs
         )
+
+    def __repr__(self) -> str:
+        return describe_model(self)
 
     @typed
     def __call__(

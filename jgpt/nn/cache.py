@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jgpt.nn.module import Module
 from jgpt.shapes.contract import typed
+from jgpt.words import counted
 
 
 class LayerCache(Module):
@@ -56,22 +59,39 @@ class LayerCache(Module):
         key: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
         value: Float[Array, "{self.batch} {self.num_kv_heads} time {self.head_dim}"],
     ) -> None:
-        """Append keys and values, without wrapping around within one call.
+        """Append keys and values; a single position replaces the oldest one of a full buffer.
 
-        Raises ValueError for more positions than the buffer holds.
+        Raises ValueError for several positions that don't fit. Under a trace, where the number of
+        cached positions is unknown, only those that an empty buffer has no room for are noticed.
         """
         time = key.shape[2]
         if time > self.capacity:
             raise ValueError(f"{time} positions don't fit into a KV cache of {self.capacity}")
+        self._require_room_for_several(time)
         start = self.end[...] % self.capacity
         for buffer, new in ((self.keys, key), (self.values, value)):
             # batch*num_kv_heads time head_dim
             rows = new.reshape(-1, time, self.head_dim).astype(buffer.dtype)
-            # JAX moves a slice that would pass the end, so callers append only up to the end.
+            # JAX moves a slice that would pass the end, so under a trace callers append only up to
+            # the end.
             updated = jax.lax.dynamic_update_slice_in_dim(buffer[...], rows, start, axis=1)
             buffer[...] = updated
         self.length[...] = self.length[...] + time
         self.end[...] = self.end[...] + time
+
+    @typed
+    def _require_room_for_several(self, time: int) -> None:
+        """Raise ValueError for positions that would pass the end or replace keys of one another."""
+        length = self.length.get_value()
+        if isinstance(length, Tracer) or time == 1:
+            return
+        cached = int(np.asarray(length).max())
+        start = int(self.end.get_value()) % self.capacity
+        if max(cached, start) + time > self.capacity:
+            raise ValueError(
+                f"{time} positions don't fit into a KV cache of `capacity` {self.capacity} that "
+                f"has {cached}: make a larger one, or append one position at a time"
+            )
 
     @typed
     def grow(self, capacity: int) -> None:
@@ -128,6 +148,25 @@ class KVCache(Module):
         """Set the lengths of an empty cache: -n for a sequence with n tokens of left padding."""
         for layer in self.layers:
             layer.length[...] = length
+
+    @typed
+    def require_room(self, time: int, block_size: int) -> None:
+        """Raise ValueError if `time` more tokens don't fit into the cache and the block.
+
+        A full cache of a whole block takes one token at a time, in place of the oldest one. Under a
+        trace, where lengths are unknown, nothing is raised.
+        """
+        first = self.layers[0]  # all layers have the same positions
+        length = first.length.get_value()
+        if isinstance(length, Tracer) or (time == 1 and first.capacity == block_size):
+            return
+        cached = int(np.asarray(length).max())
+        if cached + time > min(first.capacity, block_size):
+            raise ValueError(
+                f"{counted(time, 'token')} after {cached} don't fit into a KV cache of `capacity` "
+                f"{first.capacity} and `block_size` {block_size}: a cache of `block_size` "
+                "positions takes one token at a time past its end, if positions are rotary"
+            )
 
     @typed
     def append_tokens(

@@ -74,7 +74,11 @@ class _Attention(Module):
 
 
 class Head(_Attention):
-    """One attention head (Vaswani et al. 2017, section 3.2.1); cross-attention with a context."""
+    """One attention head (Vaswani et al. 2017, section 3.2.1); cross-attention with a context.
+
+    With a context no mask is applied, also if `causal` is True: every query attends to the whole
+    context, since its positions are not those of the queries.
+    """
 
     @typed
     def __init__(
@@ -87,6 +91,7 @@ class Head(_Attention):
         scale: float | None = None,
         rotary: bool = False,
         qk_norm: bool = False,
+        use_bias: bool = False,
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
@@ -106,9 +111,9 @@ class Head(_Attention):
         else:
             self.query_norm = None
             self.key_norm = None
-        self.query = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
-        self.key = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
-        self.value = Linear(embed_dim, head_dim, use_bias=False, rngs=rngs)
+        self.query = Linear(embed_dim, head_dim, use_bias=use_bias, rngs=rngs)
+        self.key = Linear(embed_dim, head_dim, use_bias=use_bias, rngs=rngs)
+        self.value = Linear(embed_dim, head_dim, use_bias=use_bias, rngs=rngs)
 
     @typed
     def __call__(
@@ -118,7 +123,7 @@ class Head(_Attention):
         *,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time {self.head_dim}"]:
-        """Attend from `x` to itself, or to `context`."""
+        """Attend from `x` to itself, or to the whole `context`."""
         source = x if context is None else context
         query = self._normalise_and_rotate(self.query(x), self.query_norm)  # batch time head_dim
         key = self._normalise_and_rotate(self.key(source), self.key_norm)  # batch key head_dim

@@ -5,7 +5,7 @@ from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jgpt.config import AttentionKernel
 from jgpt.nn.attention import attend, causal_mask
@@ -39,8 +39,8 @@ def query_groups(heads: int, kv_heads: int) -> int:
 
 @typed
 def repeat_heads(
-    x: Float[Array, "batch kv_heads key head_dim"], heads: int
-) -> Float[Array, "batch {heads} key head_dim"]:
+    x: Shaped[Array, "batch kv_heads key head_dim"], heads: int
+) -> Shaped[Array, "batch {heads} key head_dim"]:
     """Repeat key-value heads for the query heads that share them (Ainslie et al. 2023)."""
     groups = query_groups(heads, x.shape[1])
     if groups == 1:

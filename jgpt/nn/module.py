@@ -3,12 +3,14 @@
 import inspect
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from jgpt.shapes.contract import typed
+from jgpt.words import counted
 
 SIZES = (
     "batch", "block_size", "capacity", "embed_dim", "head_dim", "hidden_dim", "in_features",
@@ -61,6 +63,18 @@ class Module(nnx.Module):
                 "the model's eval method switches back to evaluation"
             )
         return None
+
+
+def describe_model(model: Any) -> str:
+    """Return the class, the sizes and the number of parameters of any model, in one line."""
+    config = getattr(model, "config", None)
+    sizes = []
+    for name in ("vocab_size", "block_size", "num_layers", "num_heads", "embed_dim"):
+        size = getattr(model, name, getattr(config, name, None))
+        if size is not None:
+            sizes.append(f"{name}={size}")
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return f"{type(model).__name__}({', '.join(sizes)}) with {counted(count, 'parameter')}"
 
 
 @typed

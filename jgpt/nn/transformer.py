@@ -28,7 +28,7 @@ from jgpt.nn.layers import (
     residual_std,
     vocabulary_head,
 )
-from jgpt.nn.module import Module, require_in_block
+from jgpt.nn.module import Module, describe_model, require_in_block
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
@@ -167,6 +167,10 @@ class GPT(Module):
         # If tied, the token embedding's table is also the head.
         self.head = None if config.tie_embeddings else vocabulary_head(config, rngs=rngs)
 
+    def __repr__(self) -> str:
+        """Describe the model in one line; `print` and `nnx.display` show all its parts."""
+        return describe_model(self)
+
     @typed
     def __call__(
         self,
@@ -178,7 +182,8 @@ class GPT(Module):
         """Return next-token logits.
 
         With a `cache`, `tokens` continue the sequences in it and are appended to it. Raises
-        ValueError past `block_size` and for a token outside the vocabulary.
+        ValueError past `block_size`, for tokens that don't fit into the cache, and for a token
+        outside the vocabulary.
         """
         return self.logits(self.hidden(tokens, cache=cache, rngs=rngs))
 
@@ -212,11 +217,15 @@ class GPT(Module):
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
         """Return the residual stream: the input of each block, then the output of the last.
 
-        Raises ValueError past `block_size`, and for a cache with another number of layers. With a
-        cache and rotary positions, decoding may continue past `block_size`, one token at a time:
-        each layer then attends to its last `block_size` positions. With the number of each token's
-        `documents`, neither attention nor n-grams cross documents, and learned positions begin
-        again in each; a cache has no documents.
+        Raises ValueError past `block_size`, for tokens that don't fit into the cache, and for a
+        cache with another number of layers. With a cache of `block_size` positions that are rotary,
+        decoding may continue past `block_size`, one token at a time: each layer then attends to its
+        last `block_size` positions. With the number of each token's `documents`, neither attention
+        nor n-grams cross documents, and learned positions begin again in each; a cache has no
+        documents.
+
+        Under a trace, the number of tokens in a cache is unknown, and how many more fit is not
+        checked.
         """
         mask = None
         of_documents = {}
@@ -225,6 +234,8 @@ class GPT(Module):
                 raise ValueError("a KV cache continues one document: give cache or documents")
             mask = document_mask(documents)
             of_documents["documents"] = documents
+        if cache is not None:
+            cache.require_room(tokens.shape[1], self.block_size)
         x = self.embed(tokens, cache=cache, rngs=rngs, **of_documents)
         return run_blocks(
             self.config, self.blocks, x, self.shortcut, cache=cache, mask=mask, rngs=rngs

@@ -195,6 +195,9 @@ class Page:
 
     html: str
 
+    def __repr__(self) -> str:
+        return f"Page({len(self.html):,} characters of HTML)"
+
     def _repr_html_(self) -> str:
         # A separate frame, so that neither its styles nor its scripts affect the notebook.
         source = self.html.replace("&", "&amp;").replace('"', "&quot;")

@@ -26,6 +26,8 @@ from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_fil
 from jgpt.refusal import Field, Message
 from jgpt.runs.manifest import parse_file
 
+RUNS = Path("runs")
+"""Where runs are written by default, in the current folder."""
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
@@ -171,7 +173,10 @@ class RunDirectory:
                         Field("which", int(step)),
                     )
                 )
-            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}")
+            meant = ""
+            if cls.exists(RUNS / path):
+                meant = f" (did you mean {RUNS / path}?)"
+            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}{meant}")
         if not cls.is_run(path) and any(path.glob("*.safetensors")):
             raise ValueError(
                 f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
@@ -192,7 +197,7 @@ class RunDirectory:
     def latest(cls) -> Path:
         """Return the run in runs/ that was written to last. Raises FileNotFoundError if there is
         none."""
-        runs = [path for path in Path("runs").glob("*") if cls.exists(path)]
+        runs = [path for path in RUNS.glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
                 "the folder runs has no run: give the directory of a run, or train one"
@@ -231,8 +236,14 @@ class RunDirectory:
         return read_config(self.path / CONFIG)
 
     def tokenizer(self) -> Tokenizer:
-        """Read the tokenizer."""
-        return parse_file(self.path / TOKENIZER, tokenizer_from_json)
+        """Read the tokenizer. Raises FileNotFoundError if the run has lost it."""
+        path = self.path / TOKENIZER
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing, without which no text can be read or written: copy it back, "
+                "or from another run on the same text"
+            )
+        return parse_file(path, tokenizer_from_json)
 
     def imported(self) -> Path | None:
         """Return the folder with the text files of the model that the run was imported from, or

@@ -26,6 +26,7 @@ from jgpt.nn.models import (
     weight_dimensions,
     weights_of,
 )
+from jgpt.nn.module import describe_model
 from jgpt.nn.precision import run_for_platform
 from jgpt.runs.checkpoints import Checkpoints, Which
 from jgpt.runs.directory import RunDirectory
@@ -33,6 +34,7 @@ from jgpt.shapes.contract import typed
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import TrainState
 from jgpt.user_code import changed_code, with_code
+from jgpt.words import counted
 
 
 class Loaded(NamedTuple):
@@ -45,6 +47,9 @@ class Loaded(NamedTuple):
     config: TrainConfig
     """The config with which the model was trained, or can be trained further."""
 
+    def __repr__(self) -> str:
+        return f"Loaded(\n    {describe_loaded(self.model, self.tokenizer, self.config)}\n)"
+
     def generate(self, prompts: Texts = "", max_new_tokens: int = 200, **options: Any) -> Texts:
         """Return what `jgpt.generate_text` returns: the continuation, without the prompt.
 
@@ -52,6 +57,16 @@ class Loaded(NamedTuple):
         parameters. Raises the errors of `generate_text`.
         """
         return generate_text(self.model, self.tokenizer, prompts, max_new_tokens, **options)
+
+
+def describe_loaded(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
+    """Describe a model, its tokenizer and its config in three lines, not by all that they hold."""
+    return (
+        f"model: {describe_model(model)}\n"
+        f"    tokenizer: {type(tokenizer).__name__} with {counted(tokenizer.vocab_size, 'token')}\n"
+        f"    config: {config.name}, {counted(config.steps, 'step')} of "
+        f"{counted(config.batch_size, 'sequence')}"
+    )
 
 
 @typed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from jgpt.durable import write_file
+from jgpt.durable import read_file, write_file
 from jgpt.fields import UnknownField
 
 Parsed = TypeVar("Parsed")
@@ -100,7 +100,7 @@ def files_below(directory: Path) -> Iterator[tuple[str, Path]]:
 def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))  # an editor may have added a mark
+        return parse(read_file(path))
     except UnknownField as error:
         raise ValueError(
             f"{path} was written by a newer version of jgpt, or by another program: {error}"

@@ -15,6 +15,7 @@ from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.directory import (
     CHECKPOINTS,
     CONFIG,
+    RUNS,
     Mode,
     RunDirectory,
 )
@@ -136,12 +137,12 @@ def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
 
 def _unused_path(name: str) -> Path:
     """Return runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
-    path = Path("runs") / name
+    path = RUNS / name
     # Another process may take the same name meanwhile; the lock of the directory decides.
     number = 1
     while path.exists():
         number += 1
-        path = Path("runs") / f"{name}-{number}"
+        path = RUNS / f"{name}-{number}"
     return path
 
 

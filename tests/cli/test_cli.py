@@ -109,6 +109,30 @@ def test_a_rejection_is_one_line_and_changes_nothing(line, expected, run, folder
     assert (contents(folder), contents(run)) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("train shakespeare", "--data shakespeare"),
+        ("train tiny shakespeare", "--data shakespeare"),
+        ("train GPT2", "'gpt2'"),
+        ("train tiny --tokenizer bpe --vocab-size 512", "--bpe-vocab-size"),
+        ("generate trained", "jgpt sample"),
+        ("finetune trained", "jgpt train --initial"),
+        ("download gpt2", "jgpt import"),
+        ("-v", "jgpt --version"),
+        ("sample kept", "runs/kept"),
+    ],
+)
+def test_what_is_called_otherwise_elsewhere_is_named(line, meant, run, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "kept").symlink_to(run)
+
+    said = refused(*shlex.split(line), cwd=tmp_path)
+
+    assert meant in said
+    assert "mean 'shakespeare-best" not in said
+
+
 @pytest.mark.parametrize(("line", "expected"), cases_of("rejected_options.txt"))
 def test_options_that_do_not_fit_are_rejected_before_anything_is_read(
     line, expected, folder, monkeypatch

@@ -14,7 +14,6 @@ from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.tokenizers import (
     encode_each,
-    text_of_token,
 )
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
@@ -212,16 +211,6 @@ def test_an_added_token_is_decoded_as_its_text(content):
     assert added_token in tokens
     assert tokenizer.vocab_size == added_token + 1
     assert tokenizer.decode(tokens) == text
-    assert text_of_token(tokenizer, added_token) == content
-
-
-def test_a_token_on_the_page_has_the_space_that_it_begins_with(backend, tokenizer):
-    word = int(tokenizer.encode_part("the world")[-1])
-    letters = CharTokenizer("\n a")
-
-    assert text_of_token(tokenizer, word) == " world"
-    assert [text_of_token(letters, token) for token in range(3)] == ["\n", " ", "a"]
-    assert [text_of_token(ByteTokenizer(), token) for token in (97, 0xC3)] == ["a", "\ufffd"]
 
 
 STRIPPING = {

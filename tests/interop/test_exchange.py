@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 import jgpt
 from jgpt.data.tokenizers import read_tokenizer
 from jgpt.fitting.evaluate import evaluate
-from jgpt.interop import nanogpt
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.directory import RunDirectory
@@ -408,57 +406,6 @@ def test_a_model_of_today_in_and_out_and_trained_further(qwen3, text_file, tmp_p
     assert "--batch-size is 8 in the run, 4 in the config" in said
 
 
-def test_a_file_is_checked_before_pytorch_opens_it(tmp_path):
-    """With pickles written by hand, since PyTorch may be missing."""
-    harmless = b"}."  # an empty dictionary
-    bomb = b"c__builtin__\nbytearray\n(I10000000000000\ntR."  # bytearray(10**13)
-
-    def check(data, compression=None):
-        path = tmp_path / "ckpt.pt"
-        if compression is None:  # before PyTorch 1.6, files were bare pickles
-            path.write_bytes(data)
-        else:
-            with zipfile.ZipFile(path, "w", compression) as archive:
-                archive.writestr("ckpt/data.pkl", data)
-        with path.open("rb") as file:
-            nanogpt._require_stored(file)
-            assert file.tell() == 0  # PyTorch reads it from the beginning
-
-    check(harmless)
-    check(harmless, zipfile.ZIP_STORED)
-    with pytest.raises(ValueError, match=r"data\.pkl is compressed, which PyTorch never does"):
-        check(harmless, zipfile.ZIP_DEFLATED)
-    for compression in (None, zipfile.ZIP_STORED):
-        with pytest.raises(ValueError, match="it makes a bytearray, which no nanoGPT checkpoint"):
-            check(bomb, compression)
-
-
-class AllMemory:
-    """What a pickle makes of it takes 10 TB."""
-
-    def __reduce__(self):
-        return bytearray, (10**13,)
-
-
-def test_a_checkpoint_that_claims_more_memory_than_it_has_is_no_bomb(tmp_path):
-    torch = pytest.importorskip("torch")
-    path = tmp_path / "ckpt.pt"
-    torch.save({"model_args": {}, "model": {}}, path)
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
-        for name in source.namelist():
-            bomb.writestr(name, source.read(name), zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match=r"bomb\.pt: .* is compressed, which PyTorch never does"):
-        load_nanogpt(tmp_path / "bomb.pt")
-    for zipped in (True, False):
-        values = {"model_args": {}, "model": {"wte": AllMemory()}}
-        torch.save(values, path, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(ValueError, match=r"ckpt\.pt: it makes a bytearray, which no nanoGPT"):
-            load_nanogpt(path)
-    expanded = torch.zeros(1).expand(10**12)
-    with pytest.raises(ValueError, match="wte claims 4,000,000,000,000 bytes, which the file"):
-        nanogpt._read("wte", expanded)
-
-
 def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2):
     """Into one thing, which unpacks as what `load` returns, and goes from text to text."""
     pretrained = jgpt.load_pretrained(gpt2)
@@ -490,9 +437,20 @@ def test_a_pretrained_model_and_its_tokenizer_have_one_vocabulary(tmp_path):
 def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):
     jgpt.save_hf(random_model(), tmp_path / "bare")
 
-    with pytest.raises(
-        (ValueError, OSError), match=r"bare has neither encoder\.json and vocab\.bpe"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"bare has no tokenizer\.json"):
+        jgpt.load_pretrained(tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("tokenizer.json", []), ("merges.txt", ["vocab.json"])], ids=str
+)
+def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(name, others, tmp_path):
+    jgpt.save_hf(random_model(), tmp_path / "bare")
+    for other in others:
+        (tmp_path / "bare" / other).write_text("{}")
+    (tmp_path / "bare" / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+
+    with pytest.raises(ValueError, match=f"{name}: it is a pointer of Git LFS"):
         jgpt.load_pretrained(tmp_path / "bare")
 
 

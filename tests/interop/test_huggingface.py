@@ -466,6 +466,7 @@ def tensor(name, array):
 LN_F = "transformer.ln_f.bias"
 ATTENTION = "transformer.h.0.attn.c_attn.bias"
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 INCOMPLETE = "model.safetensors: not a complete safetensors file"
 
 
@@ -480,6 +481,9 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
             tensor("transformer.h.1.mlp.c_fc.bias", None),
             "missing tensors (1): h.1.mlp.c_fc.bias",
         ),
+        (tensor(LN_F, np.full(21, np.inf)), "ln_f.bias has NaN or infinity"),
+        (weights(LFS), "model.safetensors: it is a pointer of Git LFS"),
+        (config_text(LFS.decode()), "config.json: it is a pointer of Git LFS"),
         (tensor("score", np.ones(3)), "unexpected tensors (1): score"),
         (
             tensor("wte.weight", np.ones((17, 21))),

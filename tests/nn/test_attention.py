@@ -10,7 +10,7 @@ from flax import nnx
 
 from jgpt import Head, ModelConfig, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
-from jgpt.nn.attention import apply_rotary
+from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
 from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
@@ -20,6 +20,35 @@ CONTEXT = 7
 EMBED_DIM = 12
 NUM_HEADS = 3
 X = normal(1, BATCH, TIME, EMBED_DIM)
+
+
+def test_heads_of_integers_by_hand():
+    """As one writes them to see what goes where."""
+    features = jnp.arange(24).reshape(1, 4, 6)  # batch time features
+
+    heads = split_heads(features, 3)
+
+    assert heads[0, 1].tolist() == [[2, 3], [8, 9], [14, 15], [20, 21]]
+    assert merge_heads(heads).tolist() == features.tolist()
+    assert repeat_heads(heads, 6)[0, 3].tolist() == heads[0, 1].tolist()
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_head_has_the_biases_that_it_is_asked_for(use_bias):
+    head = Head(EMBED_DIM, 5, use_bias=use_bias, rngs=nnx.Rngs(0))
+    shifts = {"query": 0.5, "key": -2.0, "value": 3.0}
+    if use_bias:
+        for name, shift in shifts.items():
+            bias = getattr(head, name).bias
+            bias[...] = bias[...] + shift
+    else:
+        shifts = dict.fromkeys(shifts, 0.0)
+
+    query, key, value = (X @ getattr(head, name).kernel + shifts[name] for name in shifts)
+    expected = attend(query, key, value, causal_mask(TIME))
+
+    np.testing.assert_allclose(head(X), expected, rtol=1e-5, atol=1e-6)
+    assert len(jax.tree.leaves(nnx.state(head))) == 3 + 3 * use_bias
 
 
 def test_weights_by_hand():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, BigramLM, Block, cross_entropy, preset
+from jgpt.nn.cache import LayerCache
 from tests.models import (
     SIZES,
     TRANSFORMERS,
@@ -310,3 +311,38 @@ def test_learned_positions_past_the_block_are_named():
     message = "^token 17 at batch index 0, position 0 is outside the voc"
     with pytest.raises(ValueError, match=message):
         model(outside, cache=model.empty_cache(1))
+
+
+@pytest.mark.parametrize("family", ["nanogpt", "modern"])
+@pytest.mark.parametrize(
+    ("capacity", "cached", "time"),
+    [(7, 5, 3), (7, 7, 1), (7, 7, 5), (BLOCK_SIZE, 9, 3), (13, BLOCK_SIZE, 1)],
+)
+def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached, time):
+    """They would replace keys that are still read. The refused call leaves the cache as it was."""
+    model = random_gpt(family)
+    cache = model.empty_cache(2, capacity)
+    tokens = tokens_of(1, batch=2, time=14)
+    expected = compiled(model, tokens[:, :cached])
+
+    model(tokens[:, : cached - 2], cache=cache)
+    with pytest.raises(ValueError, match=str(capacity)):
+        model(tokens[:, cached - 2 : cached + time], cache=cache)
+    last = model(tokens[:, cached - 2 : cached], cache=cache)
+    with pytest.raises(ValueError, match=str(capacity)):
+        model(tokens[:, cached : cached + time], cache=cache)
+
+    np.testing.assert_allclose(last, expected[:, -2:], rtol=1e-3, atol=1e-3)
+
+
+def test_heads_over_a_full_cache_take_one_position_at_a_time():
+    """Each replaces the oldest one, which several would do before they have read it."""
+    cache = LayerCache(2, 5, 3, 7)
+    keys = normal(1, 2, 3, 6, 7)
+    cache.append(keys[:, :, :5], keys[:, :, :5])
+
+    with pytest.raises(ValueError, match="2 positions don't fit"):
+        cache.append(keys[:, :, :2], keys[:, :, :2])
+    cache.append(keys[:, :, 5:], keys[:, :, 5:])
+
+    np.testing.assert_array_equal(cache.keys[:, 0], keys[:, :, 5].reshape(6, 7))

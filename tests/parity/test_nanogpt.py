@@ -72,9 +72,10 @@ def logits(model):
     [
         (False, "", {}),
         (True, "_orig_mod.", {}),
+        (False, "module._orig_mod.", {}),
         (True, "", {"transformer.h.0.attn.bias": torch.ones(1, 1, 11, 11).tril()}),
     ],
-    ids=["without biases", "compiled", "masks"],
+    ids=["without biases", "compiled", "compiled and in parallel", "masks"],
 )
 def test_the_same_logits(bias, prefix, stored, tmp_path):
     reference = write(tmp_path / "ckpt.pt", bias=bias, prefix=prefix, tensors=stored)
@@ -82,6 +83,17 @@ def test_the_same_logits(bias, prefix, stored, tmp_path):
     assert (model.config.dropout, model.config.use_bias) == (0.1, bias)
     its = logits(reference)
     np.testing.assert_allclose(logits(model), its, rtol=1e-5, atol=1e-5 * np.abs(its).max())
+
+
+def test_numbers_of_numpy_beside_the_weights_are_read(tmp_path):
+    """As forks save them, and sizes that were computed."""
+    sizes = {**SIZES, "n_head": np.int64(3), "n_embd": np.dtype(">i4").type(21)}
+    numbers = [np.float64(3.25), np.float32(-1.5), np.bool_(True)]
+    write(tmp_path / "ckpt.pt", model_args={**sizes, "bias": np.bool_(False)}, losses=numbers)
+
+    config = load_nanogpt(tmp_path / "ckpt.pt").config
+
+    assert (config.num_heads, config.embed_dim, config.use_bias) == (3, 21, False)
 
 
 class Malice:
@@ -131,8 +143,19 @@ def test_a_tensor_that_is_not_the_model_s_is_not_read(tensor, complaint, tmp_pat
         load_nanogpt(tmp_path / "ckpt.pt")
 
 
+def test_a_model_that_diverged_is_refused_by_its_first_tensor(tmp_path):
+    table = torch.full((17, 21), torch.nan)  # the head is the same one
+    tensors = {"transformer.wte.weight": table, "lm_head.weight": table}
+    write(tmp_path / "ckpt.pt", tensors=tensors)
+    with pytest.raises(ValueError, match=r"ckpt\.pt: wte\.weight has NaN or infinity"):
+        load_nanogpt(tmp_path / "ckpt.pt")
+
+
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(FileNotFoundError):
+        load_nanogpt(tmp_path / "ckpt.pt")
+    (tmp_path / "ckpt.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+    with pytest.raises(ValueError, match="Git LFS"):
         load_nanogpt(tmp_path / "ckpt.pt")
     (tmp_path / "ckpt.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
     with pytest.raises(ValueError, match="not a nanoGPT checkpoint"):

@@ -87,6 +87,12 @@ def test_a_fault_of_a_text_file_is_named(run, name, fault):
         load(run, which="last")
 
 
+def test_a_lost_tokenizer_is_named_with_a_way_back(run):
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing.*copy it"):
+        load(run)
+
+
 def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
     moved = run.rename(tmp_path / "moved")
     for path in [moved, *moved.rglob("*")]:

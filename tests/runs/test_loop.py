@@ -96,6 +96,20 @@ def test_a_run_leaves_all_that_it_promises(trained, small_run, poem):
     np.testing.assert_array_equal(model(tokens), trained.model(tokens))
 
 
+def test_what_a_notebook_keeps_of_a_result_is_a_few_lines(trained):
+    """Its text is stored in the notebook, beside the picture of a page."""
+    loaded = jgpt.load(trained.directory)
+    page = jgpt.look(loaded.model, loaded.tokenizer, "the")
+    shown = [repr(result) for result in (trained, loaded, loaded.model, page)]
+
+    assert [text for text in shown if len(text) > 500 or text.count("\n") > 6] == []
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(loaded.model)))
+    for text in shown[:3]:
+        assert f"GPT(vocab_size={loaded.tokenizer.vocab_size}, " in text
+        assert f" {size:,} parameters" in text
+    assert f"{trained.validation_loss:.4f} at step {trained.best_step}" in shown[0]
+
+
 def test_a_stop_while_the_text_is_tokenized_leaves_no_run(small_run, out):
     config = dataclasses.replace(small_run, out=str(out))
 

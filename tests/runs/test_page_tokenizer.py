@@ -17,7 +17,7 @@ import tokenizers as tk
 
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data.tokenizers import CustomTokenizer, NumberTokenizer, Tokenizer, text_of_token
+from jgpt.data.tokenizers import CustomTokenizer, NumberTokenizer, Tokenizer
 from jgpt.pictures import page as html
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
@@ -54,6 +54,16 @@ const answers = read.map(({ vocabulary, texts, ids, single }) => {
 });
 console.log(JSON.stringify(answers));
 """
+
+
+def text_of_token(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token that follows another, with the space that begins a word.
+
+    Some decoders, such as Llama 2's, strip the space of the first token.
+    """
+    alone = tokenizer.decode([token])
+    twice = tokenizer.decode([token, token])
+    return twice[len(alone) :]
 
 
 def in_node(

@@ -179,9 +179,13 @@ def begin(poem, tmp_path):
         process.kill()
 
 
-def test_a_signal_finishes_the_call_saves_and_says_so(begin):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_signal_finishes_the_call_saves_and_says_so(begin, presses):
+    """Pressed twice in a hurry, too."""
     process, out = begin
-    process.send_signal(signal.SIGINT)
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == 130, complained
     assert "saving a checkpoint after the current steps; a second signal exits without one" in said
