@@ -25,7 +25,7 @@ def load_nanogpt(file: str | Path) -> GPT:
     """
     file = Path(file)
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, prefix_errors(file):
