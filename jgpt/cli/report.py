@@ -44,11 +44,15 @@ def describe_optimizer(
         "adamw": config.learning_rate,
         "embedding": config.embedding_learning_rate,
     }
-    parts = []
+    line = ""
     for group, rate in rates.items():
-        if group in sizes:
-            parts.append(f"{group} moves {sizes[group]:,} parameters, learning rate up to {rate:g}")
-    lines = ["; ".join(parts)]
+        if group not in sizes:
+            continue
+        if line:
+            line += f", {group} {sizes[group]:,} ({rate:g})"
+        else:
+            line = f"{group} moves {sizes[group]:,} parameters (learning rate up to {rate:g})"
+    lines = [line]
     if beyond_muon:
         others = ""
         if len(beyond_muon) > 1:

@@ -29,18 +29,16 @@ MUON = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 0.007}
     [
         (
             {**MUON, "embedding_learning_rate": 0.5},
-            "muon moves 6,240 parameters, learning rate up to 0.03; "
-            "adamw moves 410 parameters, learning rate up to 0.007; "
-            "embedding moves 1,320 parameters, learning rate up to 0.5",
+            "muon moves 6,240 parameters (learning rate up to 0.03), adamw 410 (0.007), "
+            "embedding 1,320 (0.5)",
         ),
         (
             MUON,
-            "muon moves 6,240 parameters, learning rate up to 0.03; "
-            "adamw moves 1,730 parameters, learning rate up to 0.007",
+            "muon moves 6,240 parameters (learning rate up to 0.03), adamw 1,730 (0.007)",
         ),
         (
             {"learning_rate": 0.005},
-            "adamw moves 7,970 parameters, learning rate up to 0.005",
+            "adamw moves 7,970 parameters (learning rate up to 0.005)",
         ),
     ],
     ids=["three rules", "two", "one"],
@@ -60,7 +58,7 @@ def test_arrays_that_muon_does_not_take_are_said():
     moved, said = describe_optimizer(OptimizerConfig(**MUON), weights)
 
     assert moved.startswith("muon moves 24 parameters")
-    assert "adamw moves 148 parameters" in moved
+    assert "adamw 148 " in moved
     assert said == (
         "muon moves matrices alone: adamw moves blocks.0.experts and 1 more, "
         "of more than 2 dimensions"
