@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# parity is PyTorch, which brings gigabytes on Linux: without it, its tests are skipped
-EXTRAS ?= docs,test,parity
+# `make test PARITY=` leaves out PyTorch, transformers and the tests that compare with them
+PARITY ?= parity
 AHEAD := $(VENV)-ahead
+# what tests need: tools, and PyTorch unless it is left out
+TESTED := $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity,without-parity)
 # the newest Python that is tested, where there is one that runs (pyenv has commands that don't), and
 # the newest JAX for it; without PyTorch
 NEWEST := $(VENV)-newest
@@ -19,37 +21,38 @@ FLAX_TESTS := tests/generation/test_decoding.py tests/nn/test_transformer.py tes
 # Python compiles a package at its first import and keeps that, which takes half the time of compiling
 # all of them when they are installed
 unexport PYTHONDONTWRITEBYTECODE
+comma := ,
 
 # tests of a file stay with one worker, which compiles their programs once and then lets go of them
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PARITY),,--ignore=tests/parity)
 # every code block of the documents, every lesson, every figure: a change of the code alone rarely
 # breaks them, and they take as long as a third of the others
 DOCS_TESTS := tests/test_documents.py tests/test_figures.py tests/test_gpu_benchmark.py \
 	tests/test_lesson_checks.py tests/test_notebooks.py tests/test_one_page_gpt.py \
 	tests/test_parts.py tests/test_site.py
 
-.PHONY: train test test-docs test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
+.PHONY: train test without-parity test-docs test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
 	@echo "here jgpt is $(BIN)/jgpt, or after: source $(BIN)/activate"
 
-test: $(VENV)/installed-extras
+test: $(TESTED)
 	@echo "Minutes on two cores, most of them compiling; a dot is a test."
 	@$(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS))
 
 # the quick tests of documents, lessons and figures; those of the site need `make docs` first
-test-docs: $(VENV)/installed-extras
+test-docs: $(TESTED)
 	@$(PYTEST) -q -m "not slow" $(DOCS_TESTS)
 
 # where the time of `make test` goes when nothing is compiled yet, as a table
-test-times: $(VENV)/installed-extras
+test-times: $(TESTED)
 	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS)) --junitxml=$(VENV)/times.xml
 	$(BIN)/python tests/slowest.py $(VENV)/times.xml
 
 test-all: test-here test-ahead
 
-test-here: $(VENV)/installed-extras
+test-here: $(TESTED)
 	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
@@ -66,20 +69,23 @@ plain-install:
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md
 
-lint: $(VENV)/installed-extras
+# pyright reads the tests, too, where what they import is installed
+lint: $(VENV)/installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright $(if $(wildcard $(VENV)/installed-parity),,jgpt)
 
+# lessons 8 and 15 compare with PyTorch and transformers
 notebooks: $(VENV)/installed-notebooks
+	@.ci/parity $(BIN)/python
 	$(BIN)/python notebooks/refresh.py
 
 # lessons with starters in place of solutions in student/, and solved in teacher/
-student: $(VENV)/installed-notebooks
+student: $(VENV)/installed-student
 	$(BIN)/python notebooks/student.py
 
 # from nothing, and nothing stays of a site with a warning: the tests of the site read it
-docs: $(VENV)/installed-extras
+docs: $(VENV)/installed-docs
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . site || (rm -rf site; exit 1)
 	@echo site/index.html
@@ -93,27 +99,39 @@ $(BIN)/python:
 
 # installed again only when what to install has changed
 $(VENV)/installed-train: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable .
+	@echo "pip downloads up to 220 MB into $(VENV)"
+	$(BIN)/python -m pip install --no-compile --editable .
 	touch $@
 
-# in one go: what lints, tests and builds the site
-$(VENV)/installed-extras: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
-	touch $@ $(VENV)/installed-train
+# the extra of a target; or those of several, which run side by side afterwards
+$(VENV)/installed-%: pyproject.toml | $(BIN)/python
+	@echo "pip downloads up to $(DOWNLOADED) into $(VENV)"
+	$(BIN)/python -m pip install --no-compile --editable '.[$*]'
+	touch $(addprefix $(VENV)/installed-,train $(subst $(comma), ,$*))
 
-$(VENV)/installed-notebooks: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[notebooks]'
-	touch $@
+$(VENV)/installed-docs: DOWNLOADED := 250 MB
+$(VENV)/installed-lint: DOWNLOADED := 230 MB
+$(VENV)/installed-notebooks: DOWNLOADED := 260 MB
+$(VENV)/installed-student: DOWNLOADED := 220 MB
+$(VENV)/installed-test: DOWNLOADED := 320 MB
+$(VENV)/installed-docs,lint,test: DOWNLOADED := 340 MB
+
+# tried again by the next `make test` where PyTorch without CUDA isn't to be had
+$(VENV)/installed-parity: pyproject.toml | $(VENV)/installed-test
+	@if .ci/parity $(BIN)/python; then touch $@; fi
+
+without-parity:
+	@.ci/parity || true
 
 $(AHEAD)/installed: pyproject.toml
 	$(PYTHON) -m venv $(AHEAD)
-	$(AHEAD)/bin/python -m pip install --quiet --no-compile --editable '.[tpu]' hypothesis pytest tyro
+	$(AHEAD)/bin/python -m pip install --no-compile --editable '.[tpu]' hypothesis pytest tyro
 	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
-	$(AHEAD)/bin/python -m pip install --quiet --no-compile \
+	$(AHEAD)/bin/python -m pip install --no-compile \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
 	touch $@
 
 $(NEWEST)/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --no-compile --editable '.[test]'
+	$(NEWEST)/bin/python -m pip install --no-compile --editable '.[test]'
 	touch $@

@@ -19,7 +19,7 @@ from jgpt.cli.options import in_options
 from jgpt.cli.report import (
     describe_batch,
     describe_objective,
-    describe_optimizer_groups,
+    describe_optimizer,
     describe_run,
 )
 from jgpt.cli.terminal import SECONDS_PER_LINE, say, spinner
@@ -118,7 +118,7 @@ class ConsoleProgress(TrainingProgress):
         self.tokens_per_step = config.batch_size * config.model.block_size
         dimensions = weight_dimensions(config.model)
         lines = describe_run(config, parameters, len(dataset.train), len(dataset.validation))
-        lines += describe_optimizer_groups(config.optimizer, state.weights, dimensions)
+        lines += describe_optimizer(config.optimizer, state.weights, dimensions)
         lines += describe_objective(config)
         lines.append(self._describe_start(config, step))
         self.say(*lines)

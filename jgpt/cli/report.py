@@ -8,7 +8,6 @@ from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.fields import Code
 from jgpt.hardware import device_kinds
 from jgpt.nn.models import Weights
-from jgpt.nn.stacking import STACKED
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.parallel.rules import Dimensions
 from jgpt.shapes.contract import typed
@@ -22,41 +21,38 @@ from jgpt.words import counted, format_bytes
 
 
 @typed
-def describe_optimizer_groups(
+def describe_optimizer(
     config: OptimizerConfig,
     weights: Weights,
     dimensions: Mapping[str, Dimensions] | None = None,
 ) -> list[str]:
-    """A line per optimizer group: its parameters, and which of them decay.
+    """A line that says which rule moves how many parameters, and how fast.
 
     Of a custom optimizer nothing is known but what is done around it.
     """
     if config.make is not None:
         return [_describe_custom_optimizer(config, weights)]
-    sizes: dict[tuple[str, int], list[int]] = {}
-    groups = jax.tree.leaves(partition(config, weights, dimensions))
+    sizes: dict[str, int] = {}
     beyond_muon: list[str] = []
+    groups = jax.tree.leaves(partition(config, weights, dimensions))
     for (path, leaf), group in zip(jax.tree.leaves_with_path(weights), groups, strict=True):
-        # stacked blocks are described as the matrices that they are
-        layers = 1
-        if STACKED in path:
-            layers = len(leaf)
-        # Three dimensions or more are one kind: neither Muon nor the decay tells them apart.
-        rank = min(dimensions_in_block(path, leaf), 3)
-        sizes_of_kind = sizes.setdefault((group, rank), [])
-        for _ in range(layers):
-            sizes_of_kind.append(leaf.size // layers)
-        if config.optimizer == "muon" and rank > 2:
+        sizes[group] = sizes.get(group, 0) + leaf.size
+        if config.optimizer == "muon" and dimensions_in_block(path, leaf) > 2:
             beyond_muon.append(jax.tree_util.keystr(path, simple=True, separator="."))
-    parts: dict[str, list[str]] = {group: [] for group, _ in sizes}
-
-    def most_dimensions_first(item: tuple[tuple[str, int], list[int]]) -> int:
-        (_, rank), _ = item
-        return -rank
-
-    for (group, rank), counts in sorted(sizes.items(), key=most_dimensions_first):
-        parts[group].append(_describe_kind(config, group, rank, counts))
-    lines = [f"{group}: {', '.join(kinds)}" for group, kinds in parts.items()]
+    rates = {
+        "muon": config.muon_learning_rate,
+        "adamw": config.learning_rate,
+        "embedding": config.embedding_learning_rate,
+    }
+    line = ""
+    for group, rate in rates.items():
+        if group not in sizes:
+            continue
+        if line:
+            line += f", {group} {sizes[group]:,} ({rate:g})"
+        else:
+            line = f"{group} moves {sizes[group]:,} parameters (learning rate up to {rate:g})"
+    lines = [line]
     if beyond_muon:
         others = ""
         if len(beyond_muon) > 1:
@@ -66,28 +62,6 @@ def describe_optimizer_groups(
             "of more than 2 dimensions"
         )
     return lines
-
-
-def _describe_kind(config: OptimizerConfig, group: str, rank: int, counts: list[int]) -> str:
-    """The parameters of a group that have the same number of dimensions; 3 are 3 or more."""
-    if rank < 2:
-        one_array = "vector"
-        several = "vectors"
-    elif rank == 2:
-        one_array = "matrix"
-        several = "matrices"
-    else:
-        one_array = "array of more than 2 dimensions"
-        several = "arrays of more than 2 dimensions"
-    kind = several
-    if len(counts) == 1:
-        kind = one_array
-    if rank >= 2:  # vectors, biases and scales, don't decay
-        decay = config.weight_decay
-        if group == "muon":
-            decay = config.muon_weight_decay
-        kind += f" (decay {decay:g})"
-    return f"{len(counts)} {kind} with {sum(counts):,} parameters"
 
 
 @typed

@@ -98,7 +98,7 @@ class NotebookProgress(LineProgress):
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line, and replace the drawn curve."""
-        from IPython.display import SVG, display
+        from IPython.display import SVG, display  # pyright: ignore[reportMissingImports]
 
         super().evaluated(step, validation_loss)
         drawn = draw_losses(self._run, "svg", self.warned)

@@ -49,8 +49,8 @@ def load_nanogpt(file: str | Path) -> GPT:
     """
     file = Path(file)
     try:
-        import torch
-        from torch.serialization import safe_globals
+        import torch  # pyright: ignore[reportMissingImports]
+        from torch.serialization import safe_globals  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nanoGPT's checkpoints need PyTorch: pip install torch") from None
     with file.open("rb") as opened, prefix_errors(file):

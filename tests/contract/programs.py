@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 import jgpt
 from jgpt import attend, attention_weights
-from jgpt.cli.report import describe_optimizer_groups
+from jgpt.cli.report import describe_optimizer
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, StatisticName, TrainConfig
 from jgpt.data import batches, dataset, tokenizers
 from jgpt.data.batch import Batch
@@ -321,8 +321,8 @@ def files() -> None:
     model, *_ = jgpt.load(folder / "run")
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     huggingface._write_weights({"table.weight": np.ones((17, 17))}, folder / "tensors")
-    describe_optimizer_groups(OptimizerConfig(), weights)
-    describe_optimizer_groups(OptimizerConfig(make=plain_descent), weights)
+    describe_optimizer(OptimizerConfig(), weights)
+    describe_optimizer(OptimizerConfig(make=plain_descent), weights)
     np.ones(31, np.uint16).tofile(folder / "tokens.bin")
     dataset._open_bare_tokens(folder / "tokens.bin", tokenizers.CharTokenizer("ab"))
     np.save(folder / "tokens.npy", np.ones(31, np.int64))
