@@ -21,7 +21,6 @@ from jgpt.fields import (
     require_multiple,
     validate,
 )
-from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
@@ -155,40 +154,23 @@ class ModelConfig(Fields):
         require_multiple(self, "num_heads", "num_kv_heads")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
-                Message(
-                    Field("positions", self.positions),
-                    " needs an even head size: ",
-                    Field("embed_dim", self.embed_dim),
-                    " over ",
-                    Field("num_heads", self.num_heads),
-                    f" is {self.head_size}",
-                )
+                f"`positions={self.positions!r}` needs an even head size: "
+                f"`embed_dim={self.embed_dim!r}` over `num_heads={self.num_heads!r}` is "
+                f"{self.head_size}"
             )
         if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
             raise ValueError(
-                Message(
-                    Field("ngram_sizes", self.ngram_sizes),
-                    f" must be at most {MAX_NGRAM} and at most ",
-                    Field("block_size", self.block_size),
-                )
+                f"`ngram_sizes={self.ngram_sizes!r}` must be at most {MAX_NGRAM} and at most "
+                f"`block_size={self.block_size!r}`"
             )
         if self.head_bias and self.tie_embeddings:
             raise ValueError(
-                Message(
-                    Field("head_bias", True),
-                    " needs ",
-                    Field("tie_embeddings", False),
-                    ": a tied head has no bias",
-                )
+                "`head_bias=True` needs `tie_embeddings=False`: a tied head has no bias"
             )
         if self.qk_norm_scale and not self.qk_norm:
             raise ValueError(
-                Message(
-                    Field("qk_norm_scale", True),
-                    " needs ",
-                    Field("qk_norm", True),
-                    ": without QK-norm there is nothing to scale",
-                )
+                "`qk_norm_scale=True` needs `qk_norm=True`: without QK-norm there is nothing "
+                "to scale"
             )
 
     @property
@@ -247,12 +229,8 @@ class OptimizerConfig(Fields):
         validate(self)
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
-                Message(
-                    Field("min_learning_rate", self.min_learning_rate),
-                    " is above ",
-                    Field("learning_rate", self.learning_rate),
-                    "; lower it",
-                )
+                f"`min_learning_rate={self.min_learning_rate!r}` is above "
+                f"`learning_rate={self.learning_rate!r}`; lower it"
             )
 
 
@@ -294,21 +272,13 @@ class DataConfig(Fields):
         validate(self)
         if self.held_out_fraction >= 1:
             raise ValueError(
-                Message(
-                    Field("validation_fraction", self.validation_fraction),
-                    " and ",
-                    Field("test_fraction", self.test_fraction),
-                    " leave no text for training: lower them",
-                )
+                f"`validation_fraction={self.validation_fraction!r}` and "
+                f"`test_fraction={self.test_fraction!r}` leave no text for training: lower them"
             )
         if self.tokenizer == "gpt2" and self.tokenizer_files is None:
             raise ValueError(
-                Message(
-                    Field("tokenizer", self.tokenizer),
-                    " needs ",
-                    Field("tokenizer_files"),
-                    ": the folder of encoder.json and vocab.bpe",
-                )
+                f"`tokenizer={self.tokenizer!r}` needs `tokenizer_files`: the folder of "
+                "encoder.json and vocab.bpe"
             )
 
     @property
@@ -381,24 +351,15 @@ class TrainConfig(Fields):
         require_multiple(self, "batch_size", "micro_batches")
         if isinstance(self.eval_tokens, int) and self.eval_tokens <= self.model.block_size:
             raise ValueError(
-                Message(
-                    Field("eval_tokens", self.eval_tokens),
-                    " must be above ",
-                    Field("block_size", self.model.block_size),
-                )
+                f"`eval_tokens={self.eval_tokens!r}` must be above "
+                f"`block_size={self.model.block_size!r}`"
             )
         tokens = self.steps_per_call * self.batch_size * self.model.block_size
         if tokens >= 2**32:
             raise ValueError(
-                Message(
-                    Field("steps_per_call", self.steps_per_call),
-                    " times ",
-                    Field("batch_size", self.batch_size),
-                    " times ",
-                    Field("block_size", self.model.block_size),
-                    f" is {tokens:,} tokens, not below 2**32: lower ",
-                    Field("steps_per_call"),
-                )
+                f"`steps_per_call={self.steps_per_call!r}` times "
+                f"`batch_size={self.batch_size!r}` times `block_size={self.model.block_size!r}` "
+                f"is {tokens:,} tokens, not below 2**32: lower `steps_per_call`"
             )
         mesh = self.mesh
         if mesh is None:
@@ -411,14 +372,9 @@ class TrainConfig(Fields):
         batch = self.batch_size // count
         if batch % parts:
             raise ValueError(
-                Message(
-                    Field("mesh", self.mesh),
-                    f" shards each batch over data x fsdp = {parts} devices: ",
-                    Field("batch_size", self.batch_size),
-                    " / ",
-                    Field("micro_batches", count),
-                    f" is {batch}, which {parts} doesn't divide",
-                )
+                f"`mesh={self.mesh!r}` shards each batch over data x fsdp = {parts} devices: "
+                f"`batch_size={self.batch_size!r}` / `micro_batches={count!r}` is {batch}, "
+                f"which {parts} doesn't divide"
             )
 
 
@@ -429,15 +385,10 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in MESH_AXES:
             raise ValueError(
-                Message(
-                    Field("mesh", mesh),
-                    f" has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes are data, "
-                    "fsdp and tensor",
-                )
+                f"`mesh={mesh!r}` has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes "
+                "are data, fsdp and tensor"
             )
         if axis in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
-            raise ValueError(
-                Message(Field("mesh", mesh), " must give each axis once, as in 'data=2,fsdp=4'")
-            )
+            raise ValueError(f"`mesh={mesh!r}` must give each axis once, as in 'data=2,fsdp=4'")
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}

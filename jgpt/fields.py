@@ -18,7 +18,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, get_args, get_origin
 
-from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 
@@ -58,6 +57,11 @@ def _hints(kind: type) -> dict[str, tuple[Any, Any]]:
     return {name: (plain[name], annotated[name]) for name in names}
 
 
+_SHORT = reprlib.Repr()
+"""A text that is given for a file by mistake must not fill the screen."""
+_SHORT.maxstring = 200
+
+
 def validate(config: Any) -> None:
     """Raise ValueError for a field that is of another type, as in edited JSON, or out of bounds."""
     for name, (hint, annotated) in _hints(type(config)).items():
@@ -67,14 +71,11 @@ def validate(config: Any) -> None:
             if hasattr(value, "item"):  # a NumPy scalar
                 advice = ": its item() is one"
             raise ValueError(
-                Message(
-                    Field(name),
-                    f" must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}",
-                )
+                f"`{name}` must be {_in_words(hint)}, not {reprlib.repr(value)}{advice}"
             )
         for rule in _rules_for(value, annotated):
             if not rule.holds(value):
-                raise ValueError(Message(Field(name, value), f" must {rule.text}"))
+                raise ValueError(f"`{name}={_SHORT.repr(value)}` must {rule.text}")
 
 
 def _rules_for(value: Any, annotated: Any) -> Iterator[Rule]:
@@ -133,9 +134,7 @@ def require_multiple(config: Any, name: str, divisor_name: str) -> None:
     value = getattr(config, name)
     divisor = getattr(config, divisor_name)
     if isinstance(divisor, int) and value % divisor:
-        raise ValueError(
-            Message(Field(name, value), " must be divisible by ", Field(divisor_name, divisor))
-        )
+        raise ValueError(f"`{name}={value!r}` must be divisible by `{divisor_name}={divisor!r}`")
 
 
 class UnknownField(TypeError, ValueError):

@@ -17,7 +17,6 @@ import jax
 import jax.monitoring
 import platformdirs
 
-from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 
@@ -101,11 +100,8 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
     name, _, shape = on.partition(":")
     if name not in CHIPS or not re.fullmatch(r"\d{1,4}(x\d{1,4})*", shape):
         raise ValueError(
-            Message(
-                Field("on", on),
-                " must be a chip and its arrangement, such as v5e:4x4 or h100:8; the chips are "
-                f"{', '.join(CHIPS)}{did_you_mean(name, CHIPS)}",
-            )
+            f"`on={on!r}` must be a chip and its arrangement, such as v5e:4x4 or h100:8; the "
+            f"chips are {', '.join(CHIPS)}{did_you_mean(name, CHIPS)}"
         )
     from jax.experimental.topologies import get_topology_desc
 
@@ -124,7 +120,7 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
                 extra = "cuda12"
             install = f"pip install 'jgpt[{extra}]'"
             raise ModuleNotFoundError(f"compiling for {on} needs its compiler: {install}") from None
-        raise ValueError(Message(Field("on", on), f": {str(error).splitlines()[0]}")) from None
+        raise ValueError(f"`on={on!r}`: {str(error).splitlines()[0]}") from None
     return chip, list(found.devices)
 
 

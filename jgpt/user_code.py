@@ -14,7 +14,6 @@ from typing import Any
 
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.fields import Code, Make, imported_beside, values_without_code
-from jgpt.refusal import Field, Message
 from jgpt.words import did_you_mean
 
 
@@ -185,10 +184,8 @@ def require_code(make: Make, what: str) -> Callable[..., Any]:
     """Return the custom code. Raises ValueError if there is only a record of it."""
     if isinstance(make, Code):
         raise ValueError(
-            Message(
-                f"the run's {what} is {make.named}, which a run never loads by itself: give ",
-                Field(what, make.named),
-            )
+            f"the run's {what} is {make.named}, which a run never loads by itself: give "
+            f"`{what}={make.named!r}`"
         )
     assert make is not None
     return make

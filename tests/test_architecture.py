@@ -15,7 +15,7 @@ import jgpt
 
 PACKAGE = Path(jgpt.__file__).parent
 LAYERS = (
-    ("words", "refusal", "fields", "config", "user_code", "durable", "presets", "hardware"),
+    ("words", "fields", "config", "user_code", "durable", "presets", "hardware"),
     ("shapes",),
     ("parallel",),
     ("nn", "data"),

@@ -40,79 +40,83 @@ from tests.quick import only
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (ModelConfig, {"embed_dim": 30}, "embed_dim=30 must be divisible by num_heads=4"),
-        (ModelConfig, {"vocab_size": 2.5}, "vocab_size must be an integer, not 2.5"),
-        (ModelConfig, {"num_heads": True}, "num_heads must be an integer, not True"),
+        (ModelConfig, {"embed_dim": 30}, "`embed_dim=30` must be divisible by `num_heads=4`"),
+        (ModelConfig, {"vocab_size": 2.5}, "`vocab_size` must be an integer, not 2.5"),
+        (ModelConfig, {"num_heads": True}, "`num_heads` must be an integer, not True"),
         (TrainConfig, {"mesh": "data=2,datta=2"}, "has no axis 'datta' (did you mean 'data'?)"),
-        (TrainConfig, {"mesh": "data"}, "mesh='data' must give each axis once"),
-        (TrainConfig, {"mesh": "data=0"}, "mesh='data=0' must give each axis once"),
+        (TrainConfig, {"mesh": "data"}, "`mesh='data'` must give each axis once"),
+        (TrainConfig, {"mesh": "data=0"}, "`mesh='data=0'` must give each axis once"),
         (TrainConfig, {"mesh": "data=2,data=2"}, "must give each axis once"),
         (
             TrainConfig,
             {"mesh": "data=1000000000"},
-            "mesh='data=1000000000' must give each axis once",
+            "`mesh='data=1000000000'` must give each axis once",
         ),
         (TrainConfig, {"mesh": "fsdp=٢"}, "must give each axis once"),
         (TrainConfig, {"mesh": ""}, "has no axis ''"),
         (
             TrainConfig,
             {"mesh": "data=2,fsdp=4", "batch_size": 20},
-            "over data x fsdp = 8 devices: batch_size=20 / micro_batches=1 is 20, which 8",
+            "over data x fsdp = 8 devices: `batch_size=20` / `micro_batches=1` is 20, which 8",
         ),
         (
             TrainConfig,
             {"mesh": "fsdp=4", "batch_size": 8, "micro_batches": 4},
-            "batch_size=8 / micro_batches=4 is 2, which 4 doesn't divide",
+            "`batch_size=8` / `micro_batches=4` is 2, which 4 doesn't divide",
         ),
         (
             ModelConfig,
             {"dtype": "float16"},
-            "dtype must be one of auto, bfloat16, float32, float64, not 'float16'",
+            "`dtype` must be one of auto, bfloat16, float32, float64, not 'float16'",
         ),
         (ModelConfig, {"dtype": ["auto"]}, "float64, not ['auto']"),
-        (ModelConfig, {"hidden_dim": "7"}, "hidden_dim must be an integer or None, not '7'"),
-        (ModelConfig, {"dropout": "x"}, "dropout must be a number, not 'x'"),
+        (ModelConfig, {"hidden_dim": "7"}, "`hidden_dim` must be an integer or None, not '7'"),
+        (ModelConfig, {"dropout": "x"}, "`dropout` must be a number, not 'x'"),
         (ModelConfig, {"dropout": 10**400}, "must be finite in float32"),
         (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
         (ModelConfig, {"ngram_sizes": 2}, "must be a tuple, each item an integer, not 2"),
-        (ModelConfig, {"ngram_sizes": (2, 2)}, "ngram_sizes=(2, 2) must be above 1 and ascending"),
+        (
+            ModelConfig,
+            {"ngram_sizes": (2, 2)},
+            "`ngram_sizes=(2, 2)` must be above 1 and ascending",
+        ),
         (
             ModelConfig,
             {"ngram_sizes": (64,), "block_size": 99},
-            "at most 63 and at most block_size=99",
+            "at most 63 and at most `block_size=99`",
         ),
-        (ModelConfig, {"head_bias": True}, "head_bias=True needs tie_embeddings=False"),
-        (ModelConfig, {"qk_norm_scale": True}, "qk_norm_scale=True needs qk_norm=True"),
+        (ModelConfig, {"head_bias": True}, "`head_bias=True` needs `tie_embeddings=False`"),
+        (ModelConfig, {"qk_norm_scale": True}, "`qk_norm_scale=True` needs `qk_norm=True`"),
         (ModelConfig, {"positions": "rotary", "head_dim": 5}, "needs an even head size"),
-        (ModelConfig, {"num_kv_heads": 8}, "num_heads=4 must be divisible by num_kv_heads=8"),
+        (ModelConfig, {"num_kv_heads": 8}, "`num_heads=4` must be divisible by `num_kv_heads=8`"),
         (
             ModelConfig,
             {"positions": "rotary", "embed_dim": 20},
-            "positions='rotary' needs an even head size: embed_dim=20 over num_heads=4 is 5",
+            "`positions='rotary'` needs an even head size: `embed_dim=20` over `num_heads=4` is 5",
         ),
-        (ModelConfig, {"norm_scale": 1}, "norm_scale must be True or False, not 1"),
-        (OptimizerConfig, {"min_learning_rate": 0.5}, "min_learning_rate=0.5 is above"),
-        (DataConfig, {"data": ()}, "data=() must name a corpus"),
-        (DataConfig, {"data": ("",)}, "data=('',) must name a corpus"),
-        (DataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257"),
+        (ModelConfig, {"norm_scale": 1}, "`norm_scale` must be True or False, not 1"),
+        (OptimizerConfig, {"min_learning_rate": 0.5}, "`min_learning_rate=0.5` is above"),
+        (DataConfig, {"data": ()}, "`data=()` must name a corpus"),
+        (DataConfig, {"data": ("",)}, "`data=('',)` must name a corpus"),
+        (DataConfig, {"bpe_vocab_size": 256}, "`bpe_vocab_size=256` must be at least 257"),
         (
             DataConfig,
             {"bpe_vocab_size": 2**31},
-            "bpe_vocab_size=2147483648 must be at most 1048576",
+            "`bpe_vocab_size=2147483648` must be at most 1048576",
         ),
-        (DataConfig, {"validation_fraction": 0.0}, "validation_fraction=0.0 must be positive"),
+        (DataConfig, {"validation_fraction": 0.0}, "`validation_fraction=0.0` must be positive"),
         (DataConfig, {"validation_fraction": 0.7, "test_fraction": 0.3}, "leave no text for"),
-        (DataConfig, {"tokenizer": "gpt2"}, "tokenizer='gpt2' needs tokenizer_files"),
+        (DataConfig, {"tokenizer": "gpt2"}, "`tokenizer='gpt2'` needs tokenizer_files"),
         (TrainConfig, {"micro_batches": "all"}, "must be an integer or auto, not 'all'"),
         (TrainConfig, {"micro_batches": "auto", "mesh": "data=5"}, "is 12, which 5 doesn't divide"),
-        (TrainConfig, {"eval_tokens": 64}, "eval_tokens=64 must be above block_size=64"),
-        (TrainConfig, {"seed": 2**32}, "seed=4294967296 must be at most 4294967295"),
-        (TrainConfig, {"name": "a/b"}, "name='a/b' must be a plain folder name"),
-        (TrainConfig, {"name": ""}, "name='' must be a plain folder name"),
-        (TrainConfig, {"name": "."}, "name='.' must be a plain folder name"),
-        (TrainConfig, {"name": ".."}, "name='..' must be a plain folder name"),
-        (TrainConfig, {"model": OptimizerConfig()}, "model must be a ModelConfig, not Optim"),
+        (TrainConfig, {"eval_tokens": 64}, "`eval_tokens=64` must be above `block_size=64`"),
+        (TrainConfig, {"seed": 2**32}, "`seed=4294967296` must be at most 4294967295"),
+        (TrainConfig, {"name": "a/b"}, "`name='a/b'` must be a plain folder name"),
+        (TrainConfig, {"name": ""}, "`name=''` must be a plain folder name"),
+        (TrainConfig, {"name": "."}, "`name='.'` must be a plain folder name"),
+        (TrainConfig, {"name": ".."}, "`name='..'` must be a plain folder name"),
+        (TrainConfig, {"model": OptimizerConfig()}, "`model` must be a ModelConfig, not Optim"),
         (ModelConfig, {"embed_dim": np.int64(8)}, "an integer, not np.int64(8): its item() is one"),
         (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
     ],
@@ -226,7 +230,7 @@ def test_large_and_not_beyond_use():
 
     with pytest.raises(
         ValueError,
-        match=r"steps_per_call=64 times batch_size=512 times block_size=131072 is 4,294,967,296 ",
+        match=r"`steps_per_call=64` times `batch_size=512` times `block_size=131072` is 4,294,967,296 ",
     ):
         dataclasses.replace(big, steps_per_call=64)
 
@@ -234,7 +238,7 @@ def test_large_and_not_beyond_use():
 def test_the_largest_number_of_float32_is_a_number_and_no_larger_one_is():
     largest = float(np.finfo(np.float32).max)
     assert OptimizerConfig(learning_rate=largest).learning_rate == largest
-    with pytest.raises(ValueError, match=r"learning_rate=1e\+40 must be finite in float32"):
+    with pytest.raises(ValueError, match=r"`learning_rate=1e\+40` must be finite in float32"):
         OptimizerConfig(learning_rate=1e40)
 
 
@@ -303,11 +307,11 @@ def test_every_source_is_checked_and_not_one_by_chance():
         ('{"model": 3}', "ModelConfig must be an object, not int"),
         ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
         ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
-        ('{"steps": "many"}', "steps must be an integer, not 'many'"),
-        ('{"steps": null}', "steps must be an integer, not None"),
+        ('{"steps": "many"}', "`steps` must be an integer, not 'many'"),
+        ('{"steps": null}', "`steps` must be an integer, not None"),
         (
             '{"dataset": {"data": [["a"]]}}',
-            "data must be a tuple, each item a string, not (['a'],)",
+            "`data` must be a tuple, each item a string, not (['a'],)",
         ),
     ],
 )

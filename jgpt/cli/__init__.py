@@ -17,7 +17,6 @@ from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, help_of, in_options, parse
 from jgpt.cli.signals import end_at_once_when_interrupted, interrupt_again
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
-from jgpt.refusal import message_of
 from jgpt.user_code import describe_error
 from jgpt.words import OTHER_COMMANDS, did_you_mean
 
@@ -201,7 +200,7 @@ def _describe(error: Exception) -> str:
         if error.filename:
             return f"{error.filename}: {error.strerror}"
         return error.strerror
-    text = message_of(error) or repr(error)
+    text = str(error) or repr(error)
     if isinstance(error, MemoryError):  # NumPy says how much, and not that it was too much
         return f"the memory is too small ({text}): free some, or take a smaller model or text"
     return text

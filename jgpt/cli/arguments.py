@@ -10,7 +10,6 @@ from jgpt.cli.options import (
 )
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
-from jgpt.refusal import Field, Message
 from jgpt.user_code import custom_code
 
 Run = Annotated[str, OptionSpec("RUN", "The run directory.", positional=True)]
@@ -52,7 +51,7 @@ Lines = list[str]
 def require_seed(seed: int) -> None:
     """Raise ValueError for a seed that JAX would wrap round."""
     if not 0 <= seed < 2**32:
-        raise ValueError(Message(Field("seed", seed), " must be at least 0 and below 2**32"))
+        raise ValueError(f"`seed={seed!r}` must be at least 0 and below 2**32")
 
 
 def path_to_write(path: str, *suffixes: str) -> Path:

@@ -1,6 +1,7 @@
 """Options made from dataclasses and signatures, parsed by argparse; docstrings are the help."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +28,6 @@ from jgpt.config import (
 )
 from jgpt.fields import code_fields
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
-from jgpt.refusal import Field, Message, Placeholder
 from jgpt.user_code import with_code
 from jgpt.words import did_you_mean
 
@@ -568,7 +568,7 @@ def _require_its_tokenizer(initial: str, values: Mapping[str, Any]) -> None:
 
     from jgpt.fitting.initial import require_named_tokenizer, tokenizer_of
 
-    require_named_tokenizer(Field("initial", initial), tokenizer_of(initial), named)
+    require_named_tokenizer(f"`initial={initial!r}`", tokenizer_of(initial), named)
 
 
 def _raise_if_it_is_a_path(word: str) -> None:
@@ -618,32 +618,37 @@ def describe_presets(width: int) -> list[str]:
     return lines
 
 
+_FIELD = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")
+"""A field in a message, alone or with its value."""
+
+
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:
-    """A message as a command says it: `--zero-biases` for `zero_biases=True`.
+    """A message as a command says it: `--zero-biases` for `zero_biases=True` in backticks.
 
-    `names` are the command's parameters; a field that it has no option for is spelled as in Python.
+    `names` are the command's parameters; a field that it has no option for stays as it is.
     """
-    if not isinstance(message, Message):
-        return message
 
-    def spell(field: Field) -> str:
-        part, _, name = field.name.rpartition(".")
+    def spell(found: re.Match[str]) -> str:
+        part, _, name = found[1].rpartition(".")
         option = RENAMED.get(name, name)
         if option not in names or part not in ("", *GROUPS):
-            return str(field)
-        return _spell_option(option, field)
+            return found[0]
+        return _spell_option(option, found[2])
 
-    return message.spelled(spell)
+    return _FIELD.sub(spell, message)
 
 
-def _spell_option(name: str, field: Field) -> str:
+def _spell_option(name: str, value: str | None) -> str:
+    """An option with its value, which a message has as Python writes it."""
     option = f"--{name.replace('_', '-')}"
-    if not field.has_value or field.value is True:
+    if value in (None, "True"):
         return option
-    if field.value is False:
+    if value == "False":
         return f"--no-{name.replace('_', '-')}"
-    if isinstance(field.value, tuple):
-        return f"{option} {' '.join(shlex.quote(str(item)) for item in field.value)}"
-    if isinstance(field.value, str) and not isinstance(field.value, Placeholder):
-        return f"{option} {shlex.quote(field.value)}"
-    return f"{option} {field.value}"
+    try:
+        given = ast.literal_eval(str(value))
+    except (ValueError, SyntaxError):  # a word for what the user is to give, such as NAME
+        return f"{option} {value}"
+    if not isinstance(given, tuple):
+        given = (given,)
+    return f"{option} {' '.join(shlex.quote(str(item)) for item in given)}"

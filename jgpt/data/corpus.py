@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 import platformdirs
 
 from jgpt.durable import write_file
-from jgpt.refusal import Field, Message, Placeholder
 from jgpt.words import counted, did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
@@ -486,11 +485,8 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             text.encode()  # raises for a lone surrogate
         except (KeyError, TypeError, AttributeError):
             raise ValueError(
-                Message(
-                    f"{name}, line {number}, has no text in a field {field!r}: name the field "
-                    "with ",
-                    Field("data_field", Placeholder("NAME")),
-                )
+                f"{name}, line {number}, has no text in a field {field!r}: name the field with "
+                "`data_field=NAME`"
             ) from None
         except ValueError as error:
             reason = f"can't be read as JSON: {error}"
@@ -514,11 +510,8 @@ def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[st
             columns[0] = columns[0].removeprefix("\ufeff")  # a byte-order mark
         if field not in columns:
             raise ValueError(
-                Message(
-                    f"{name} has no column {field!r}, but {', '.join(columns)}: name the column of "
-                    "text with ",
-                    Field("data_field", Placeholder("NAME")),
-                )
+                f"{name} has no column {field!r}, but {', '.join(columns)}: name the column of "
+                "text with `data_field=NAME`"
             )
         place = columns.index(field)
         for row in rows:
@@ -557,11 +550,8 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
         schema = table.schema_arrow
         if field not in schema.names:
             raise ValueError(
-                Message(
-                    f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the "
-                    "column of text with ",
-                    Field("data_field", Placeholder("NAME")),
-                )
+                f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the "
+                "column of text with `data_field=NAME`"
             )
         column = schema.field(field).type
         value_type = column
@@ -569,11 +559,8 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
             value_type = column.value_type
         if value_type not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ValueError(
-                Message(
-                    f"{name}: its column {field!r} has values of type {column}, not text: name "
-                    f"another of {', '.join(schema.names)} with ",
-                    Field("data_field", Placeholder("NAME")),
-                )
+                f"{name}: its column {field!r} has values of type {column}, not text: name "
+                f"another of {', '.join(schema.names)} with `data_field=NAME`"
             )
         size = file.seek(0, os.SEEK_END)
         _require_plausible(table.metadata, size, name, field)

@@ -43,7 +43,6 @@ from jgpt.data.tokenizers import (
 )
 from jgpt.durable import new_directory, write_file
 from jgpt.fields import FLOAT32_MAX, as_dict
-from jgpt.refusal import Field, Message, Placeholder, message_of
 from jgpt.shapes.contract import host_record, typed
 from jgpt.words import counted
 
@@ -252,11 +251,8 @@ def _load(
         tokenizer = CustomTokenizer.of(config.make)
     if GIVEN in config.data:
         raise ValueError(
-            Message(
-                "the run was trained on a Dataset in Python: give it again with dataset=, or name "
-                "other data with ",
-                Field("data"),
-            )
+            "the run was trained on a Dataset in Python: give it again with dataset=, or name "
+            "other data with `data`"
         )
     path = _find_tokens(config, known)
     if path is None:
@@ -295,10 +291,8 @@ def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
         return None
     if len(weights) < len(sources):
         raise ValueError(
-            Message(
-                Field("data", tuple(sources)),
-                " must have a weight for each text, as in a.txt=0.7 b.txt=0.3, and each text once",
-            )
+            f"`data={tuple(sources)!r}` must have a weight for each text, as in a.txt=0.7 "
+            "b.txt=0.3, and each text once"
         )
     for source, weight in weights.items():
         if weight == 0:
@@ -314,10 +308,8 @@ def _require_no_weights(config: DataConfig) -> None:
     """Raise ValueError for the weights of a mixture where all of a text is read once."""
     if _weights_of(config.data) is not None:
         raise ValueError(
-            Message(
-                Field("data", config.data),
-                " has weights, which are for training: name the texts without them",
-            )
+            f"`data={config.data!r}` has weights, which are for training: name the texts "
+            "without them"
         )
 
 
@@ -356,12 +348,9 @@ def _load_mixture(
         training_tokens = len(split[0])
         if training_tokens <= block_size:
             raise ValueError(
-                Message(
-                    f"the training split of {source} has {counted(training_tokens, 'token')}, too "
-                    f"few for one block of {block_size} and its targets: use more text or a "
-                    "smaller ",
-                    Field("block_size"),
-                )
+                f"the training split of {source} has {counted(training_tokens, 'token')}, too "
+                f"few for one block of {block_size} and its targets: use more text or a smaller "
+                "`block_size`"
             )
         splits.append(split)
         shares.append(Share(source, training_tokens, weights[source]))
@@ -401,11 +390,8 @@ def _require_a_block(name: str, split: Any, block_size: int) -> None:
     if len(split) > block_size:  # one more token is the target of the last input
         return
     raise ValueError(
-        Message(
-            f"the {name} split has {counted(len(split), 'token')}, too few for one block "
-            f"of {block_size} and its targets: use more text or a smaller ",
-            Field("block_size"),
-        )
+        f"the {name} split has {counted(len(split), 'token')}, too few for one block of "
+        f"{block_size} and its targets: use more text or a smaller `block_size`"
     )
 
 
@@ -480,9 +466,7 @@ def _load_bare_tokens(
     else:
         files = [path / name for name in NANOGPT]
         if config.test_fraction:
-            raise ValueError(
-                Message(f"{path} is split already: ", Field("test_fraction"), " must be 0")
-            )
+            raise ValueError(f"{path} is split already: `test_fraction` must be 0")
     is_numbers = config.tokenizer == "numbers"
     is_new = tokenizer is None
     if tokenizer is None and not is_numbers:
@@ -497,8 +481,8 @@ def _load_bare_tokens(
         if isinstance(tokenizer, NumberTokenizer):
             advice = "train a run whose vocabulary has it"
             if is_new:
-                size = Field("numbers_vocab_size", _largest_of(splits) + 1)
-                advice = Message("give ", size)
+                size = f"`numbers_vocab_size={_largest_of(splits) + 1!r}`"
+                advice = f"give {size}"
         _require_in_vocabulary(str(file), split, tokenizer, advice)
     return tokenizer, [_narrow(split, tokenizer) for split in splits]
 
@@ -510,23 +494,16 @@ def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) 
     largest = _largest_of(splits)
     if largest >= MAX_NUMBERS:
         raise ValueError(
-            Message(
-                f"{name} contains token {largest} as {splits[0].dtype}, but a vocabulary has at "
-                f"most {MAX_NUMBERS:,} tokens: a .bin file may have another ",
-                Field("token_dtype"),
-            )
+            f"{name} contains token {largest} as {splits[0].dtype}, but a vocabulary has at "
+            f"most {MAX_NUMBERS:,} tokens: a .bin file may have another `token_dtype`"
         )
     count = sum(len(split) for split in splits)
     # Two tokens of 16 bits that are read as one of 32 are such a number.
     if largest > count and largest >= 1 << 16:
         raise ValueError(
-            Message(
-                f"{name} contains token {largest} as {splits[0].dtype}, but only "
-                f"{counted(count, 'token')}: if that is right, give ",
-                Field("numbers_vocab_size", largest + 1),
-                ", else another ",
-                Field("token_dtype"),
-            )
+            f"{name} contains token {largest} as {splits[0].dtype}, but only "
+            f"{counted(count, 'token')}: if that is right, give "
+            f"`numbers_vocab_size={largest + 1!r}`, else another `token_dtype`"
         )
     return NumberTokenizer(largest + 1)
 
@@ -570,11 +547,8 @@ def _require_in_vocabulary(
     elif largest < tokenizer.vocab_size:
         return
     raise ValueError(
-        Message(
-            f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size:,}: ",
-            advice,
-        )
+        f"{name} contains token {wrong}, outside its tokenizer's vocabulary of "
+        f"{tokenizer.vocab_size:,}: {advice}"
     )
 
 
@@ -713,13 +687,7 @@ def _read(
         if known is None:
             raise
         raise FileNotFoundError(
-            Message(
-                message_of(error),
-                "; if the run's text has moved, train it with ",
-                Field("resume", True),
-                " ",
-                Field("data", Placeholder("PLACE")),
-            )
+            f"{error}; if the run's text has moved, train it with `resume=True` `data=PLACE`"
         ) from None
     if known is not None and known.digest is not None:
         _require_known(config, known, "", text.digest, known.digest)
@@ -979,13 +947,8 @@ def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
 
 def _other_text(config: DataConfig, known: KnownText, why: str) -> ValueError:
     return ValueError(
-        Message(
-            "the run was trained on ",
-            Field("data", known.sources),
-            ", and ",
-            Field("data", config.data),
-            f" is another text ({why}): give the run's data, or train a new run",
-        )
+        f"the run was trained on `data={known.sources!r}`, and `data={config.data!r}` is "
+        f"another text ({why}): give the run's data, or train a new run"
     )
 
 
@@ -1131,15 +1094,9 @@ def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
     if (folder / TOKENIZER_FILE).is_file():
         return read_tokenizer(folder / TOKENIZER_FILE)
     raise ValueError(
-        Message(
-            f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give ",
-            Field("tokenizer", "gpt2"),
-            " and ",
-            Field("tokenizer_files"),
-            ", or ",
-            Field("tokenizer", "numbers"),
-            " for tokens without a text, or name a text",
-        )
+        f"{path} has tokens without a tokenizer: put its {TOKENIZER_FILE} there, or give "
+        "`tokenizer='gpt2'` and `tokenizer_files`, or `tokenizer='numbers'` for tokens without "
+        "a text, or name a text"
     )
 
 
@@ -1160,11 +1117,8 @@ def _open_bare_tokens(
         dtype = file_dtype(tokenizer)
     else:
         raise ValueError(
-            Message(
-                f"{path} doesn't say the dtype of its tokens: give ",
-                Field("token_dtype", "uint16"),
-                ", or the dtype that it was written with",
-            )
+            f"{path} doesn't say the dtype of its tokens: give `token_dtype='uint16'`, or the "
+            "dtype that it was written with"
         )
     with path.open("rb") as file:
         beginning = file.read(8)
@@ -1188,10 +1142,8 @@ def _open_bare_tokens(
             wider = "int64"
             why = "three of four uint16 in it are 0"
         raise ValueError(
-            Message(
-                f"{path} seems to have {wider} tokens, because {why}: write {described}, or give ",
-                Field("token_dtype", wider),
-            )
+            f"{path} seems to have {wider} tokens, because {why}: write {described}, or give "
+            f"`token_dtype={wider!r}`"
         )
     return tokens
 
@@ -1206,9 +1158,7 @@ def _open_npy(path: Path, named: TokenDtype) -> Integer[np.ndarray, " tokens"]:
     tokens = _whole_numbers(str(path), array)
     if named not in ("auto", tokens.dtype.name):
         raise ValueError(
-            Message(
-                Field("token_dtype", named), f" is not the dtype of {path}, which is {tokens.dtype}"
-            )
+            f"`token_dtype={named!r}` is not the dtype of {path}, which is {tokens.dtype}"
         )
     if not len(tokens):
         raise ValueError(f"{path} has no tokens")

@@ -25,7 +25,6 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from jgpt.durable import prefix_errors, read_file, require_fetched
 from jgpt.fields import Code
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -392,10 +391,8 @@ class CustomTokenizer:
 
 def _not_loaded(code: Code) -> ValueError:
     return ValueError(
-        Message(
-            f"the run's tokenizer is {code.named}, which a run never loads by itself: give ",
-            Field("tokenizer", code.named),
-        )
+        f"the run's tokenizer is {code.named}, which a run never loads by itself: give "
+        f"`tokenizer={code.named!r}`"
     )
 
 

@@ -19,7 +19,6 @@ from jgpt.hardware import current_platform
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import LanguageModel, named_parameters, weights_of
 from jgpt.nn.precision import run_for_platform
-from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
@@ -114,9 +113,7 @@ def _window_size(window: int | None, block_size: int) -> int:
     if window is None:
         return block_size
     if not 0 < window <= block_size:
-        raise ValueError(
-            Message(Field("window", window), " must be from 1 to ", Field("block_size", block_size))
-        )
+        raise ValueError(f"`window={window!r}` must be from 1 to `block_size={block_size!r}`")
     return window
 
 
@@ -130,15 +127,11 @@ def _other_data(
     if isinstance(data, str):
         data = (data,)
     if data and split == "test":
-        raise ValueError(
-            Message("give ", Field("data"), " or ", Field("split", split), ", not both")
-        )
+        raise ValueError(f"give `data` or `split={split!r}`, not both")
     of_other_text = {"data_field": data_field, "token_dtype": token_dtype}
     for name, value in of_other_text.items():
         if value is not None and not data:
-            raise ValueError(
-                Message(Field(name, value), " is for another text: give ", Field("data"))
-            )
+            raise ValueError(f"`{name}={value!r}` is for another text: give `data`")
     return data
 
 
@@ -166,9 +159,7 @@ def _tokens_of(dataset: Dataset, split: str, run: RunDirectory) -> Integer[np.nd
     if split == "validation":
         return dataset.validation
     if len(dataset.test) == 0:
-        raise ValueError(
-            Message(f"{run.path} has no test split: its ", Field("test_fraction"), " is 0")
-        )
+        raise ValueError(f"{run.path} has no test split: its `test_fraction` is 0")
     return dataset.test
 
 

@@ -37,7 +37,6 @@ from jgpt.hardware import (
 from jgpt.nn.models import LanguageModel
 from jgpt.parallel.mesh import current_mesh, use_mesh
 from jgpt.parallel.processes import raise_in_all_processes, require_same
-from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
 from jgpt.runs.load import describe_loaded, load
@@ -361,13 +360,8 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
     if not is_finite(config, state):
         damaged = run.path / CHECKPOINTS / str(int(state.step))
         raise ValueError(
-            Message(
-                f"checkpoint {damaged} has values that are not finite: delete it to resume from "
-                "the one before, or use ",
-                Field("overwrite", True),
-                " with a lower ",
-                Field("learning_rate"),
-            )
+            f"checkpoint {damaged} has values that are not finite: delete it to resume from the "
+            "one before, or use `overwrite=True` with a lower `learning_rate`"
         )
     return state
 
@@ -412,11 +406,8 @@ def _require_derivatives(
         if "forward-mode" not in str(error):
             raise
         raise ValueError(
-            Message(
-                "the optimizer or objective needs forward-mode derivatives, which parameters that "
-                "are gathered over a mesh don't have: leave out ",
-                Field("mesh", mesh),
-            )
+            "the optimizer or objective needs forward-mode derivatives, which parameters that "
+            f"are gathered over a mesh don't have: leave out `mesh={mesh!r}`"
         ) from None
 
 

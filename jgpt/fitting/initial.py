@@ -24,7 +24,6 @@ from jgpt.fields import Code
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
-from jgpt.refusal import Field, Message
 from jgpt.runs.checkpoints import DamagedCheckpoint
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load, load_pretrained
@@ -99,8 +98,8 @@ def _require_one_tokenizer(
     """Raise ValueError if a config names another tokenizer than that of the weights."""
     if config.make is not None and not isinstance(tokenizer, CustomTokenizer):
         custom = Code.of(config.make).named
-        raise _other_tokenizer(Field("initial", source), Field("tokenizer", custom))
-    require_named_tokenizer(Field("initial", source), tokenizer, named_fields(config, saved))
+        raise _other_tokenizer(f"`initial={source!r}`", f"`tokenizer={custom!r}`")
+    require_named_tokenizer(f"`initial={source!r}`", tokenizer, named_fields(config, saved))
 
 
 def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
@@ -119,14 +118,14 @@ def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
     return named
 
 
-def require_named_tokenizer(owner: Field, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
+def require_named_tokenizer(owner: str, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
     """Raise ValueError for fields that name another tokenizer than that of the owner's weights.
 
     With another one, the embedding of a token would be that of another text.
     """
     for name, value in named.items():
         if not _is_named(tokenizer, name, value):
-            raise _other_tokenizer(owner, Field(name, value))
+            raise _other_tokenizer(owner, f"`{name}={value!r}`")
 
 
 def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
@@ -138,8 +137,8 @@ def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     return tokenizer.vocab_size == value
 
 
-def _other_tokenizer(owner: Field, named: Field) -> ValueError:
-    message = Message(owner, " has a tokenizer, which the run takes: leave out ", named)
+def _other_tokenizer(owner: str, named: str) -> ValueError:
+    message = f"{owner} has a tokenizer, which the run takes: leave out {named}"
     return ValueError(message)
 
 
@@ -155,11 +154,8 @@ def require_same_tokenizer(initial: Initial, dataset: Dataset) -> None:
     if initial.tokenizer is None or is_same_vocabulary(initial.tokenizer, dataset.tokenizer):
         return
     raise ValueError(
-        Message(
-            "the dataset has another tokenizer than ",
-            Field("initial", initial.source),
-            ": make it with that one, as in Dataset.from_tokens(tokens, tokenizer=tokenizer)",
-        )
+        f"the dataset has another tokenizer than `initial={initial.source!r}`: make it with "
+        "that one, as in Dataset.from_tokens(tokens, tokenizer=tokenizer)"
     )
 
 
@@ -169,22 +165,15 @@ def require_trainable(config: TrainConfig) -> None:
         return
     if config.model.scan_layers:
         raise ValueError(
-            Message(
-                Field("trainable", config.optimizer.trainable),
-                " needs ",
-                Field("scan_layers", False),
-                ": a scan stacks the parameters of all blocks",
-            )
+            f"`trainable={config.optimizer.trainable!r}` needs `scan_layers=False`: a scan "
+            "stacks the parameters of all blocks"
         )
     names = list(named_parameters(abstract_model(config.model)))
     for pattern in config.optimizer.trainable:
         if not any(is_trainable(name, (pattern,)) for name in names):
             raise ValueError(
-                Message(
-                    Field("trainable", (pattern,)),
-                    f" fits no parameter{did_you_mean(pattern, names)}: they are such as "
-                    f"{names[0]}",
-                )
+                f"`trainable={(pattern,)!r}` fits no parameter{did_you_mean(pattern, names)}: "
+                f"they are such as {names[0]}"
             )
 
 
@@ -207,23 +196,16 @@ def require_fitting(initial: Initial, config: TrainConfig) -> None:
             continue
         if found is None and trainable:
             raise ValueError(
-                Message(
-                    Field("initial", initial.source),
-                    f" has no {name}, and ",
-                    Field("trainable", trainable),
-                    " does not name it: a parameter that is frozen must have its name in the "
-                    "initial weights, which a module that wraps another one changes",
-                )
+                f"`initial={initial.source!r}` has no {name}, and `trainable={trainable!r}` "
+                "does not name it: a parameter that is frozen must have its name in the "
+                "initial weights, which a module that wraps another one changes"
             )
-        remedy = Message("")
+        remedy = ""
         if name == "position_embedding.embedding":
-            remedy = Message("; with ", Field("positions", "rotary"), " a block has any length")
+            remedy = "; with `positions='rotary'` a block has any length"
         if shape != found:
             raise ValueError(
-                Message(
-                    Field("initial", initial.source),
-                    f" is of another architecture: {name} is {found or 'absent'} in it, and "
-                    f"{shape or 'absent'} in the model of the config",
-                    remedy,
-                )
+                f"`initial={initial.source!r}` is of another architecture: {name} is "
+                f"{found or 'absent'} in it, and {shape or 'absent'} in the model of the "
+                f"config{remedy}"
             )

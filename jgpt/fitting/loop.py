@@ -17,7 +17,6 @@ from jgpt.fitting.progress import Progress
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.hardware import process_count, process_index, release_memory
 from jgpt.parallel.processes import Vote, raise_in_all_processes
-from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import CHECKPOINTS
 from jgpt.training.evaluation import EvaluationPlan, Evaluator
@@ -124,15 +123,11 @@ class Training:
                         watch.enter_context(compilations_watched(self.progress.warned))
                         is_warm = True
         if self.logger.tracker_failure is not None:  # during the last call
-            self.progress.warned(message_of(self.logger.tracker_failure))
+            self.progress.warned(str(self.logger.tracker_failure))
         if self.step < self.config.steps:
             self.progress.warned(
-                Message(
-                    f"stopped at step {self.step} of {self.config.steps}: no better validation "
-                    "loss in ",
-                    Field("patience", patience),
-                    " evaluations",
-                )
+                f"stopped at step {self.step} of {self.config.steps}: no better validation loss "
+                f"in `patience={patience!r}` evaluations"
             )
 
     @contextlib.contextmanager
@@ -159,7 +154,7 @@ class Training:
             if saved_steps and saved_steps[-1] not in good_steps:
                 folder = self.checkpoints.run.path / CHECKPOINTS / str(saved_steps[-1])
                 advice = f"delete {folder}, whose loss is not finite either; otherwise {advice}"
-            raise FloatingPointError(Message(message_of(error), f"; {advice}")) from None
+            raise FloatingPointError(f"{error}; {advice}") from None
 
     def _state_is_good(self) -> bool:
         """Return whether training can continue: the state may be finite although its loss is
@@ -178,10 +173,7 @@ class Training:
     def _require_finite_state(self) -> None:
         if not is_finite(self.config, self.state):
             raise FloatingPointError(
-                Message(
-                    f"the parameters are not finite after step {self.step}: lower ",
-                    Field("learning_rate"),
-                )
+                f"the parameters are not finite after step {self.step}: lower `learning_rate`"
             )
 
     def _estimate(self) -> None:
@@ -328,13 +320,11 @@ class Training:
             return
         # It was saved before its loss was known, and would be the one to resume from.
         self.checkpoints.discard(self.step)
-        advice = Message("lower ", Field("learning_rate"))
+        advice = "lower `learning_rate`"
         # The average is what was evaluated, so it may be the cause even if the weights are fine.
         if self.config.optimizer.ema_decay > 0:
-            advice = Message("lower ", Field("ema_decay"), " or ", Field("learning_rate"))
-        raise FloatingPointError(
-            Message(f"the validation loss is {loss} after step {self.step}: ", advice)
-        )
+            advice = "lower `ema_decay` or `learning_rate`"
+        raise FloatingPointError(f"the validation loss is {loss} after step {self.step}: {advice}")
 
 
 def _comparable_losses(lines: list[dict[str, Any]], evaluations: EvaluationPlan) -> list[float]:

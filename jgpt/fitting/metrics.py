@@ -13,7 +13,6 @@ from jgpt.data.mixture import Share
 from jgpt.hardware import memory_in_use, peak_flops, process_index
 from jgpt.nn.costs import flops_per_token
 from jgpt.parallel.processes import raise_in_all_processes
-from jgpt.refusal import Field, Message
 from jgpt.runs.directory import METRICS, RunDirectory
 from jgpt.training.statistics import is_statistic
 from jgpt.training.step import Metrics
@@ -206,25 +205,23 @@ class MetricsLogger:
         name = "loss"
         if math.isfinite(line["loss"]):
             name = "gradient_norm"
-        advice = Message("lower ", Field("learning_rate"))
+        advice = "lower `learning_rate`"
         if step == 1:  # there was no update yet, so a lower rate changes nothing
-            advice = Message(
-                "the model gives it at its first step, before any update: look for the mistake in "
-                "its forward pass or its initial parameters"
+            advice = (
+                "the model gives it at its first step, before any update: look for the "
+                "mistake in its forward pass or its initial parameters"
             )
-        return Message(
-            f"{name} is {line[name]} at step {step} (learning_rate {line['learning_rate']:.3g}, "
-            f"gradient_norm {line['gradient_norm']:.3g}; ",
-            self._describe_batch(step - 1),
-            "): ",
-            advice,
+        return (
+            f"{name} is {line[name]} at step {step} (learning_rate "
+            f"{line['learning_rate']:.3g}, gradient_norm {line['gradient_norm']:.3g}; "
+            f"{self._describe_batch(step - 1)}): {advice}"
         )
 
     def _describe_batch(self, step: int) -> str:
         """Describe the batch of a step, counted from 0, so that it can be looked at."""
         config = self._config
         if config.batches is not None:
-            return Message("the batch is what ", Field("batches"), f" returns for step {step}")
+            return f"the batch is what `batches` returns for step {step}"
         # A batch is a function of the seed and the step, so it can be made again.
         starts = batch_starts(
             config.seed,

@@ -39,7 +39,6 @@ from jgpt.fitting.stopping import StoppedBeforeTraining
 from jgpt.fitting.trackers import require_tracker
 from jgpt.hardware import Machine, process_count
 from jgpt.nn.models import LanguageModel
-from jgpt.refusal import Field, Message
 from jgpt.runs.provenance import provenance
 from jgpt.runs.target import SavedRun, Target
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
@@ -153,11 +152,8 @@ def _require_other_run(initial: Path, out: Path) -> None:
     """Raise ValueError if a new run would delete the run whose weights it starts from."""
     if out.exists() and initial.exists() and initial.samefile(out):
         raise ValueError(
-            Message(
-                Field("overwrite", True),
-                f" would delete the weights of {initial}, from which the run starts: give another ",
-                Field("out"),
-            )
+            f"`overwrite=True` would delete the weights of {initial}, from which the run "
+            "starts: give another `out`"
         )
 
 
@@ -173,19 +169,14 @@ def _require_initial(initial: Initial | None, saved: SavedRun) -> None:
     if not saved.checkpoints:
         if recorded and initial is None:
             raise ValueError(
-                Message(
-                    "the run started from other weights and has no checkpoint yet: give ",
-                    Field("initial", str(recorded.get("source"))),
-                )
+                "the run started from other weights and has no checkpoint yet: give "
+                f"`initial={str(recorded.get('source'))!r}`"
             )
         return
     if initial is not None and initial.recorded["weights_sha256"] != recorded.get("weights_sha256"):
         raise ValueError(
-            Message(
-                "the run to resume did not start from these weights: leave out ",
-                Field("initial", initial.source),
-                ", or train a new run from them",
-            )
+            "the run to resume did not start from these weights: leave out "
+            f"`initial={initial.source!r}`, or train a new run from them"
         )
 
 
@@ -235,11 +226,8 @@ def _load_text(
 
 def _other_characters(config: TrainConfig, weights: Initial, why: str) -> ValueError:
     return ValueError(
-        Message(
-            f"{' '.join(config.dataset.data)} can't be encoded by the tokenizer of ",
-            Field("initial", weights.source),
-            f": {why}",
-        )
+        f"{' '.join(config.dataset.data)} can't be encoded by the tokenizer of "
+        f"`initial={weights.source!r}`: {why}"
     )
 
 
@@ -263,7 +251,7 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
     require_same_run(saved_config, recorded, saved.checkpoints, text_is_known=text_is_known)
     # Of an imported run, other fields of the data may differ.
     named = named_fields(recorded.dataset, saved.config.dataset)
-    require_named_tokenizer(Field("out", str(saved.path)), saved.tokenizer, named)
+    require_named_tokenizer(f"`out={str(saved.path)!r}`", saved.tokenizer, named)
     changed = describe_learning_rate(saved_config, recorded, saved.checkpoints)
     if changed is not None:
         warn(changed)
@@ -300,11 +288,6 @@ def _require_room(config: TrainConfig, out: Path) -> None:
     needed = bytes_of(abstract_state(config)) * (kept + 1)
     if needed > free:
         raise OSError(
-            Message(
-                f"{existing} has {format_bytes(free)} free, but the checkpoints need "
-                f"{format_bytes(needed)}: free some space, or lower ",
-                Field("keep_best"),
-                " and ",
-                Field("keep_last"),
-            )
+            f"{existing} has {format_bytes(free)} free, but the checkpoints need "
+            f"{format_bytes(needed)}: free some space, or lower `keep_best` and `keep_last`"
         )

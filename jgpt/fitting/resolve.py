@@ -7,7 +7,6 @@ from jgpt.config import TrainConfig
 from jgpt.hardware import Machine, Platform
 from jgpt.nn.precision import for_platform, run_for_platform
 from jgpt.parallel.mesh import abstract_mesh, default_mesh, use_mesh
-from jgpt.refusal import Field, Message
 from jgpt.training.memory import require_feasible, with_micro_batches
 from jgpt.training.placement import bytes_of, parameters_without_names
 from jgpt.training.state import abstract_state
@@ -70,10 +69,8 @@ def resolve_micro_batches(
     """Decide the micro-batches; `auto` compiles steps to see which number fits."""
     if config.micro_batches == "auto":
         warn(
-            Message(
-                Field("micro_batches", config.micro_batches),
-                ": steps are compiled to see how many of them it takes",
-            )
+            f"`micro_batches={config.micro_batches!r}`: steps are compiled to see how many of "
+            "them it takes"
         )
     with use_mesh(config.mesh):
         config = with_micro_batches(config, machine)
@@ -86,8 +83,8 @@ def describe_replicated(config: TrainConfig) -> str | None:
     unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
     if not unnamed:
         return None
-    return Message(
-        Field("mesh", config.mesh),
-        f" replicates {len(unnamed)} parameters whose dimensions have no names, such as "
-        f"{unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', 'hidden_dim')) has names",
+    return (
+        f"`mesh={config.mesh!r}` replicates {len(unnamed)} parameters whose dimensions have "
+        f"no names, such as {unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', "
+        "'hidden_dim')) has names"
     )

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jgpt.config import TrainConfig
 from jgpt.fields import values_without_code
-from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.provenance import comparable_after, known_targets
 from jgpt.training.evaluation import EvaluationPlan, plan_evaluations
 from jgpt.training.schedule import learning_rate_schedule
@@ -81,12 +80,8 @@ def require_same_run(
     done = max(checkpoints, default=0)
     if config.steps < done:
         raise ValueError(
-            Message(
-                Field("steps", config.steps),
-                f" is below the {done} steps that {config.out} has taken: give ",
-                Field("steps", done),
-                " or more, or another directory",
-            )
+            f"`steps={config.steps!r}` is below the {done} steps that {config.out} has taken: "
+            f"give `steps={done!r}` or more, or another directory"
         )
 
 
@@ -95,16 +90,11 @@ def _require_equal_fields(saved: TrainConfig, config: TrainConfig, may_differ: s
     differences = []
     for (name, old), (_, new) in zip(fields_of(saved), fields_of(config), strict=True):
         if old != new and name not in may_differ:
-            differences.append(
-                Message(Field(name), f" is {old!r} in the run, {new!r} in the config")
-            )
+            differences.append(f"`{name}` is {old!r} in the run, {new!r} in the config")
     if differences:
         raise ValueError(
-            Message(
-                "the config doesn't match the run to resume: ",
-                Message.join("; ", differences),
-                ". Use the same values, or another directory",
-            )
+            f"the config doesn't match the run to resume: {'; '.join(differences)}. Use the "
+            "same values, or another directory"
         )
 
 
@@ -134,7 +124,7 @@ def describe_learning_rate(
     is_same_schedule = (saved.steps, span) == (config.steps, new_span)
     lowered: list[str] = []
     for name, old, new in _lowered_rates(saved, config):
-        lowered.append(Message(Field(name, Placeholder(f"{new:g}")), f" instead of {old:g}"))
+        lowered.append(f"`{name}={new:g}` instead of {old:g}")
     if is_same_schedule and not lowered:
         return None
     saved_rate = _learning_rate(saved)
@@ -142,12 +132,12 @@ def describe_learning_rate(
     changes = lowered
     if not is_same_schedule:
         changes = [f"{config.steps} steps instead of {saved.steps}", *lowered]
-    changed = Message(Message.join(", ", changes), ": the learning rate")
+    changed = f"{', '.join(changes)}: the learning rate"
     # A rate that was lowered on purpose may jump.
     if lowered:
-        return Message(
-            changed,
-            f" goes from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step {done + 1}",
+        return (
+            f"{changed} goes from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step "
+            f"{done + 1}"
         )
     # From a step where both schedules have the same rate, a run continues without a jump.
     steady = []
@@ -155,15 +145,13 @@ def describe_learning_rate(
         if math.isclose(saved_rate(step), new_rate(step), rel_tol=1e-6):
             steady.append(step)
     if done in steady:
-        return Message(
-            changed,
-            f" goes on from {saved_rate(done - 1):.3g} to {new_rate(done):.3g}, without a jump",
+        return (
+            f"{changed} goes on from {saved_rate(done - 1):.3g} to {new_rate(done):.3g}, "
+            "without a jump"
         )
-    return Message(
-        changed,
-        f" jumps from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step {done + 1}. "
-        "Without a jump: ",
-        _way_without_a_jump(config, span, steady),
+    return (
+        f"{changed} jumps from {saved_rate(done - 1):.3g} to {new_rate(done):.3g} at step "
+        f"{done + 1}. Without a jump: {_way_without_a_jump(config, span, steady)}"
     )
 
 
@@ -176,17 +164,12 @@ def _way_without_a_jump(config: TrainConfig, span: int, steady: list[int]) -> st
     rate = _learning_rate(dataclasses.replace(config, optimizer=same_schedule))
     last_rate = rate(config.steps - 1)
     if last_rate > 0:  # at 0 the further steps would train nothing
-        return Message(
-            Field("schedule_steps", span),
-            f" keeps the schedule ({last_rate:.3g} at the last step)",
-        )
+        return f"`schedule_steps={span!r}` keeps the schedule ({last_rate:.3g} at the last step)"
     if steady:
         return f"delete the checkpoints after {steady[-1]} to resume from that one"
-    return Message(
-        "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before its "
-        "decay, which ",
-        Field("keep_every"),
-        " keeps",
+    return (
+        "nothing, for the schedule ends at 0; wsd can be extended from a checkpoint before "
+        "its decay, which `keep_every` keeps"
     )
 
 
@@ -231,10 +214,11 @@ def resume_evaluations(
         return changed, None
     before = _describe_targets(targets, spread, evaluations.split_targets)
     after = _describe_targets(evaluations.targets, evaluations.spread, evaluations.split_targets)
-    return changed, Message(
-        Field("eval_tokens", config.eval_tokens),
-        f" instead of {saved.eval_tokens}: validation losses up to step {step} are over {before}, "
-        f"later ones over {after}, and can't be compared with them. The best checkpoint and "
+    return (
+        changed,
+        f"`eval_tokens={config.eval_tokens!r}` instead of {saved.eval_tokens}: "
+        f"validation losses up to step {step} are over {before}, later ones over "
+        f"{after}, and can't be compared with them. The best checkpoint and "
         "patience go by the later ones",
     )
 

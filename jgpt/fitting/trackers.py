@@ -16,7 +16,6 @@ from typing import Any, Protocol, assert_never
 from jgpt.config import TrackerName, TrainConfig
 from jgpt.durable import append
 from jgpt.fields import as_dict
-from jgpt.refusal import Field, Message, message_of
 from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
 
 LOG_SECONDS = 30
@@ -57,7 +56,7 @@ def require_tracker(name: TrackerName) -> Open:
         return functools.partial(tracker, importlib.import_module(module))
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            Message(Field("trackers", (name,)), f" needs {error.name}: pip install 'jgpt[{name}]'")
+            f"`trackers={(name,)!r}` needs {error.name}: pip install 'jgpt[{name}]'"
         ) from None
 
 
@@ -99,7 +98,7 @@ class Trackers:
             try:
                 thread.call(lambda tracker: tracker.close(), CLOSE_SECONDS)
             except Exception as error:
-                warn(message_of(_failure(name, error)))
+                warn(str(_failure(name, error)))
         self._threads.clear()
 
 
@@ -108,12 +107,8 @@ def _failure(name: str, error: Exception) -> OSError:
     if isinstance(error, OSError) and error.strerror is not None:
         reason = error.strerror
     return OSError(
-        Message(
-            Field("trackers", (name,)),
-            f" has failed ({reason}); the run is intact: use ",
-            Field("resume", True),
-            ", with an empty list of trackers to go on without",
-        )
+        f"`trackers={(name,)!r}` has failed ({reason}); the run is intact: use `resume=True`, "
+        "with an empty list of trackers to go on without"
     )
 
 

@@ -12,7 +12,6 @@ from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
 from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 START = "<|im_start|>"
@@ -55,7 +54,7 @@ class Chat:
         self._replies = 0
         self._sampling = Sampling(top_p=top_p, **sampling)
         if max_new_tokens < 1:
-            raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be positive"))
+            raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be positive")
         if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
@@ -111,12 +110,8 @@ class Chat:
                 return turns, tokens
             if len(turns) == 1:
                 raise ValueError(
-                    Message(
-                        f"the message is too long: {len(tokens)} tokens with all that belongs to "
-                        f"it, and {max_tokens} of ",
-                        Field("block_size", size),
-                        " are left",
-                    )
+                    f"the message is too long: {len(tokens)} tokens with all that belongs to "
+                    f"it, and {max_tokens} of `block_size={size!r}` are left"
                 )
             turns = turns[2:]  # a question and its answer are dropped together
 

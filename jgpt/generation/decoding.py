@@ -16,7 +16,6 @@ from jgpt.generation.sampling import PRNGKey, Sampling, next_token, typed_key
 from jgpt.nn.cache import KVCache
 from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.nn.module import require_in_vocabulary
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 TOKENS_PER_CALL = 32
@@ -159,9 +158,7 @@ def _require_valid(
     vocab_size: int,
 ) -> None:
     if not 0 <= max_new_tokens < 2**31:
-        raise ValueError(
-            Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more, below 2**31")
-        )
+        raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be 0 or more, below 2**31")
     if prompt.size == 0 or lengths.min() < 1:
         raise ValueError("the prompt is empty: give at least one token to continue from")
     if lengths.max() > prompt.shape[1]:

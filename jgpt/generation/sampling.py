@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jgpt.config import DEFAULT_TEMPERATURE
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import record, typed
 
 PRNGKey = Key[Array, ""] | UInt32[Array, "words"]
@@ -49,7 +48,7 @@ class Sampling:
 
     def _raise(self, name: str, requirement: str) -> NoReturn:
         value = getattr(self, name)
-        raise ValueError(Message(Field(name, value), f" must be {requirement}"))
+        raise ValueError(f"`{name}={value!r}` must be {requirement}")
 
 
 @typed

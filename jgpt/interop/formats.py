@@ -7,7 +7,6 @@ from typing import Any
 from jgpt.config import Activation, ModelConfig
 from jgpt.interop.config_fields import HARMLESS, WRITTEN_ANEW
 from jgpt.presets import PRESETS
-from jgpt.refusal import Field, Message
 
 
 @dataclass(frozen=True)
@@ -287,11 +286,10 @@ def hf_config(
     problem = _unsupported(config, format, zero_biases)
     if problem is not None:
         # With zero biases, the format would fit.
-        if model_type is None and Field("zero_biases", True) not in problem.parts:
+        if model_type is None and "`zero_biases=True`" not in problem:
             presets = ", ".join(_exportable_presets())
-            problem = Message(
-                problem,
-                f", and no other format fits. The presets that can be exported: {presets}",
+            problem = (
+                f"{problem}, and no other format fits. The presets that can be exported: {presets}"
             )
         raise ValueError(problem)
     written = {"model_type": kind, "architectures": [format.architecture]}
@@ -357,7 +355,7 @@ def _in_words_of(
     return kept | written
 
 
-def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Message | None:
+def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
     """Return a message about the first field that a format can't express."""
     # The values of the format's models in fields that it lacks.
     only_model = ModelConfig(**format.implied)
@@ -376,24 +374,16 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> Mess
         is_default = name in defaults and value == defaults[name]
         if value == only or is_default:
             continue
-        problem = Message(f"{format.name}'s format doesn't support ", Field(name, value))
+        problem = f"{format.name}'s format doesn't support `{name}={value!r}`"
         # A format that always has biases can be written with zeros in their places.
         is_missing_bias = only is True and name.endswith("_bias")
         if not is_missing_bias:
-            return Message(problem, ", only ", Field(name, only))
+            return f"{problem}, only `{name}={only!r}`"
         if not zero_biases:
-            return Message(
-                problem,
-                ": ",
-                Field("zero_biases", True),
-                " writes zeros for the missing biases",
-            )
+            return f"{problem}: `zero_biases=True` writes zeros for the missing biases"
     if "qk_norm_epsilon" in expressed and config.norm_epsilon != config.qk_norm_epsilon:
-        return Message(
-            f"{format.name}'s format doesn't support ",
-            Field("norm_epsilon", config.norm_epsilon),
-            " with ",
-            Field("qk_norm_epsilon", config.qk_norm_epsilon),
-            ": it has one for all norms",
+        return (
+            f"{format.name}'s format doesn't support `norm_epsilon={config.norm_epsilon!r}` "
+            f"with `qk_norm_epsilon={config.qk_norm_epsilon!r}`: it has one for all norms"
         )
     return None

@@ -37,7 +37,6 @@ from jgpt.interop.text_files import (
 from jgpt.nn.consistency import changed_parts
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.transformer import GPT
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 HF_WEIGHTS = "model.safetensors"
@@ -100,9 +99,7 @@ def save_hf(
     are saved, too. Raises ValueError for a model that the format can't express.
     """
     if not isinstance(model, GPT):
-        raise ValueError(
-            Message("Hugging Face's format doesn't support ", Field("architecture", "bigram"))
-        )
+        raise ValueError("Hugging Face's format doesn't support `architecture='bigram'`")
     if model.config.make is None:  # a custom model gets a different error
         changed = changed_parts(model)
         if changed:

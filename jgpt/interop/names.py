@@ -15,7 +15,6 @@ from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 # by name; unlike in a dict annotation, all leaves are checked
@@ -191,11 +190,8 @@ def require_embeddings(model: GPT, tokenizer: Tokenizer) -> None:
 
 def _other_vocabulary(model: GPT, tokenizer: Tokenizer) -> ValueError:
     return ValueError(
-        Message(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model ",
-            Field("vocab_size", model.vocab_size),
-            ": they don't belong together",
-        )
+        f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
+        f"`vocab_size={model.vocab_size!r}`: they don't belong together"
     )
 
 

@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jgpt.config import MESH_AXES, mesh_sizes
 from jgpt.hardware import device_kinds
-from jgpt.refusal import Field, Message
 
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -23,11 +22,8 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
         count = len(devices)
     if product != count:
         raise ValueError(
-            Message(
-                Field("mesh", mesh),
-                f" needs {product} devices, but JAX has {count}: give sizes whose product is "
-                f"{count}",
-            )
+            f"`mesh={mesh!r}` needs {product} devices, but JAX has {count}: give sizes whose "
+            f"product is {count}"
         )
     # Automatic axes: XLA's partitioner decides what the rules leave open.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
@@ -39,9 +35,7 @@ def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:
             devices=devices,
         )
     except NotImplementedError as error:  # a torus of chips has its own axes
-        raise ValueError(
-            Message(Field("mesh", mesh), f" doesn't fit the chips' arrangement: {error}")
-        ) from None
+        raise ValueError(f"`mesh={mesh!r}` doesn't fit the chips' arrangement: {error}") from None
 
 
 def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:

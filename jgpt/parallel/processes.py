@@ -16,7 +16,6 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgpt.hardware import devices_of_processes, process_count, process_index
-from jgpt.refusal import Field, Message, message_of
 from jgpt.user_code import describe_error
 
 HEARTBEAT_SECONDS = 10
@@ -71,16 +70,13 @@ def _last_words(error: BaseException) -> str:
     custom = describe_error(error)
     if custom is None and not isinstance(error, (*_EXPECTED, KeyboardInterrupt)):
         traceback.print_exc()
-    message = custom or message_of(error)
-    if not isinstance(message, Message):
-        message = " ".join(message.split())[:1000]
-    message = message or repr(error)
+    message = custom or str(error) or repr(error)
+    message = " ".join(message.split())[:1000]
     # Gloo's connections break when a process ends, so its message is not the cause.
     if "Gloo" in message:
-        return Message(
-            "another process has ended: see its messages; ",
-            Field("resume", True),
-            f" goes on from the last checkpoint ({message})",
+        return (
+            "another process has ended: see its messages; `resume=True` goes on from the "
+            f"last checkpoint ({message})"
         )
     return message
 
@@ -130,16 +126,10 @@ def require_same(facts: dict[str, Any]) -> None:
             value = other.get(name)
             expected = first.get(name)
             if value != expected:
-                difference = Message(Field(name), f" is {value!r}, in process 0 {expected!r}")
+                difference = f"`{name}` is {value!r}, in process 0 {expected!r}"
                 differences.append(difference)
         if differences:
-            raise ValueError(
-                Message(
-                    f"process {index} differs: ",
-                    Message.join("; ", differences),
-                    "; they must agree",
-                )
-            )
+            raise ValueError(f"process {index} differs: {'; '.join(differences)}; they must agree")
 
 
 class Vote:

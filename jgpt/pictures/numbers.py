@@ -22,7 +22,6 @@ from jgpt.pictures.anatomy import (
     is_real,
     record_calls,
 )
-from jgpt.refusal import Field, Message
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
@@ -132,10 +131,7 @@ class Look:
         """Raise ValueError for more tokens than the block or a page has room for."""
         if time > self.model.block_size:
             raise ValueError(
-                Message(
-                    f"the prompt has {time} tokens, more than ",
-                    Field("block_size", self.model.block_size),
-                )
+                f"the prompt has {time} tokens, more than `block_size={self.model.block_size!r}`"
             )
         if time > self._most_tokens_with_maps():
             layers = counted(len(self.anatomy.attention), "layer")

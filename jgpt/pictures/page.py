@@ -22,7 +22,6 @@ from jgpt.pictures.numbers import Look, encode_text
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import vocabulary_of
 from jgpt.pictures.weights import pack_json, pack_weights
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 
 FOLDER = Path(__file__).with_name("page")
@@ -123,7 +122,7 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
     if max_new_tokens is None:
         max_new_tokens = NEW_TOKENS
     if max_new_tokens < 0:
-        raise ValueError(Message(Field("max_new_tokens", max_new_tokens), " must be 0 or more"))
+        raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be 0 or more")
     most_tokens = look.most_tokens()
     count = min(max_new_tokens, most_tokens - len(beginning))
     continued = _continued(look.model, beginning, count)

@@ -34,7 +34,6 @@ from jgpt.nn.models import (
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.parallel.rules import abstract_arrays, shardings, weight_specs, without_trailing_none
-from jgpt.refusal import Field, Message
 from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from jgpt.runs.manifest import MANIFEST, Manifest, files_below, sha256_of, verify
 from jgpt.runs.provenance import comparable_after
@@ -56,14 +55,13 @@ class DamagedCheckpoint(ValueError):
         self.folder = folder
         self.intact = intact
         """The newest other checkpoint that is intact, if there is one."""
-        advice: tuple[str | Field, ...] = ("the run has no other intact checkpoint",)
+        advice = "the run has no other intact checkpoint"
         if intact is not None:
             advice = (
-                f"checkpoint {intact} is intact: use ",
-                Field("which", intact),
-                f", or delete {folder} to resume from the others",
+                f"checkpoint {intact} is intact: use `which={intact}`, or delete {folder} to "
+                "resume from the others"
             )
-        super().__init__(Message(f"{damage}; ", *advice))
+        super().__init__(f"{damage}; {advice}")
 
     def without_choice(self) -> ValueError:
         """Return the error for those who can't choose a checkpoint, as in training."""
@@ -246,7 +244,7 @@ class Checkpoints:
         for another word, or if damage hides which one is best.
         """
         if which not in ("best", "last") and type(which) is not int:
-            raise ValueError(Message(Field("which", which), " must be best, last or a step"))
+            raise ValueError(f"`which={which!r}` must be best, last or a step")
         steps = self.steps()
         if not steps:
             raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
@@ -346,13 +344,9 @@ class Checkpoints:
                 continue
             if fields[name] != saved:
                 raise ValueError(
-                    Message(
-                        f"checkpoint {self._folder(manifest.step)} was saved with ",
-                        Field(name, saved),
-                        ", the config has ",
-                        Field(name, fields[name]),
-                        "; they belong to different runs",
-                    )
+                    f"checkpoint {self._folder(manifest.step)} was saved with "
+                    f"`{name}={saved!r}`, the config has `{name}={fields[name]!r}`; they belong "
+                    "to different runs"
                 )
 
     def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
@@ -481,11 +475,8 @@ class Checkpoints:
         if steps:
             last = f"the last good checkpoint is step {steps[-1]}"
         return OSError(
-            Message(
-                f"the checkpoint of step {step} could not be written to {self._path} "
-                f"({_reason(error)}); {last}: free some space and use ",
-                Field("resume", True),
-            )
+            f"the checkpoint of step {step} could not be written to {self._path} "
+            f"({_reason(error)}); {last}: free some space and use `resume=True`"
         )
 
     def _delete_old(self) -> None:

@@ -23,7 +23,6 @@ from jgpt.durable import (
 )
 from jgpt.fields import from_json, to_json
 from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
-from jgpt.refusal import Field, Message
 from jgpt.runs.manifest import parse_file
 
 RUNS = Path("runs")
@@ -168,10 +167,8 @@ class RunDirectory:
             step = path.name
             if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
                 raise FileNotFoundError(
-                    Message(
-                        f"{path} is a checkpoint, not a run directory: give {run} and ",
-                        Field("which", int(step)),
-                    )
+                    f"{path} is a checkpoint, not a run directory: give {run} and "
+                    f"`which={int(step)!r}`"
                 )
             meant = ""
             if cls.exists(RUNS / path):
@@ -333,12 +330,10 @@ class RunDirectory:
         try:
             append(self.path / name, text.encode(), durable=durable)
         except OSError as error:
-            advice = Message("nothing was saved yet: free some space and start again")
+            advice = "nothing was saved yet: free some space and start again"
             if self.checkpoint_steps():
-                advice = Message(
-                    "the checkpoints are intact: free some space and use ", Field("resume", True)
-                )
-            raise OSError(Message(f"{error}; ", advice)) from error
+                advice = "the checkpoints are intact: free some space and use `resume=True`"
+            raise OSError(f"{error}; {advice}") from error
 
     def truncate(self, name: str, step: float) -> None:
         """Truncate a file after its last complete line up to `step`."""

@@ -11,7 +11,6 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import KnownText
 from jgpt.data.tokenizers import Tokenizer
 from jgpt.fields import from_json
-from jgpt.refusal import Field, Message, Placeholder
 from jgpt.runs.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -83,18 +82,10 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     for a directory that is in use, or not a run's.
     """
     if resume and overwrite:
-        raise ValueError(
-            Message("give ", Field("resume", True), " or ", Field("overwrite", True), ", not both")
-        )
+        raise ValueError("give `resume=True` or `overwrite=True`, not both")
     if config.out is None:
         if resume:
-            raise ValueError(
-                Message(
-                    Field("resume", True),
-                    " needs the run's ",
-                    Field("out", Placeholder("DIRECTORY")),
-                )
-            )
+            raise ValueError("`resume=True` needs the run's `out=DIRECTORY`")
         return Target(_unused_path(config.name), "new")
     path = Path(config.out)
     if not path.is_dir():
@@ -118,13 +109,7 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     # A run that failed before its first step has nothing to lose.
     if RunDirectory(path).has_trained():
         raise FileExistsError(
-            Message(
-                f"{path} already exists: ",
-                Field("resume", True),
-                " continues it, ",
-                Field("overwrite", True),
-                " starts again",
-            )
+            f"{path} already exists: `resume=True` continues it, `overwrite=True` starts again"
         )
     return Target(path, "new")
 

@@ -18,7 +18,6 @@ from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.nn.models import Weights, abstract_model, weights_of
 from jgpt.nn.stacking import model_merger
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.training.objective import Loss, Objective, loss_dtype, next_token_loss
@@ -210,17 +209,12 @@ def require_gradient(program: ClosedJaxpr, config: TrainConfig) -> None:
             trained.add(id(variable))
     value, *_ = program.jaxpr.outvars
     if _lead_to(program.jaxpr, {id(value)}).isdisjoint(trained):
-        weights_in_words = Message("the model's weights")
+        weights_in_words = "the model's weights"
         if config.optimizer.trainable:
-            weights_in_words = Message(
-                "the weights of ", Field("trainable", config.optimizer.trainable)
-            )
+            weights_in_words = f"the weights of `trainable={config.optimizer.trainable!r}`"
         raise ValueError(
-            Message(
-                "the objective has no gradient: no floating-point numbers lead from ",
-                weights_in_words,
-                " to its value, so nothing would be trained",
-            )
+            "the objective has no gradient: no floating-point numbers lead from "
+            f"{weights_in_words} to its value, so nothing would be trained"
         )
 
 
@@ -297,13 +291,13 @@ def first_loss(config: TrainConfig, weights: Weights, batch: Batch, key: Key[Arr
     return Loss(value, weight.astype(value.dtype))
 
 
-def _kept_value(config: TrainConfig) -> Message:
+def _kept_value(config: TrainConfig) -> str:
     """Return what is wrong with an objective that keeps a value after its transformation."""
     remedy = ""
     gathers = config.mesh is not None and "fsdp" in config.mesh
     if config.model.scan_layers or config.model.remat or gathers:
         remedy = ": keep it by call.keep(value), and read it from the list of jgpt.watching"
-    return Message(
+    return (
         "the objective uses a value from inside a transformation, such as the scan or the "
         f"rematerialisation of blocks, after that has ended{remedy}"
     )

@@ -11,7 +11,6 @@ from jgpt.config import TrainConfig
 from jgpt.hardware import Machine
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import abstract_mesh, current_mesh
-from jgpt.refusal import Field, Message, Placeholder
 from jgpt.training.placement import bytes_on_each
 from jgpt.training.state import abstract_state, dropout_stream, state_specs
 from jgpt.training.step import make_train_steps
@@ -117,9 +116,7 @@ def require_feasible(config: TrainConfig, device_memory: int | None) -> None:
     nothing."""
     for name in ("dtype", "param_dtype"):
         if getattr(config.model, name) == "float64" and not jax.config.read("jax_enable_x64"):
-            raise ValueError(
-                Message(Field(name, "float64"), " needs JAX_ENABLE_X64=1 in the environment")
-            )
+            raise ValueError(f"`{name}='float64'` needs JAX_ENABLE_X64=1 in the environment")
     if device_memory is None:
         return
     # The state alone, which is known without compiling, is a lower bound for a step.
@@ -127,10 +124,7 @@ def require_feasible(config: TrainConfig, device_memory: int | None) -> None:
     state = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     if state > device_memory:
         raise ValueError(
-            Message(
-                f"parameters and optimizer need {format_bytes(state)}, the device has "
-                f"{format_bytes(device_memory)}: choose a smaller model, or shard it over N "
-                "devices with ",
-                Field("mesh", Placeholder("fsdp=N")),
-            )
+            f"parameters and optimizer need {format_bytes(state)}, the device has "
+            f"{format_bytes(device_memory)}: choose a smaller model, or shard it over N devices "
+            "with `mesh=fsdp=N`"
         )

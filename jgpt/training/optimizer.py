@@ -17,7 +17,6 @@ from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
 from jgpt.nn.stacking import STACKED
 from jgpt.parallel.rules import Dimensions, replicate
-from jgpt.refusal import Field, Message
 from jgpt.shapes.contract import typed
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.user_code import describe_error, require_code, takes_model
@@ -438,11 +437,8 @@ def average_weights(
         optimizer_state = optimizer.init(params)
         if isinstance(optimizer_state, ScheduleFree):
             raise ValueError(
-                Message(
-                    Field("ema_decay", decay),
-                    " averages weights, as a schedule-free optimizer does itself: give ",
-                    Field("ema_decay", 0),
-                )
+                f"`ema_decay={decay!r}` averages weights, as a schedule-free optimizer does "
+                "itself: give `ema_decay=0`"
             )
         return AverageState(trained, optimizer_state, jnp.zeros((), jnp.int32))
 

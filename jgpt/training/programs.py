@@ -9,7 +9,6 @@ from flax import nnx
 
 from jgpt.config import TrainConfig
 from jgpt.nn.models import CachedLanguageModel, abstract_model
-from jgpt.refusal import Field, Message
 from jgpt.shapes.trace import ShapeTrace, shape_trace
 from jgpt.training.state import abstract_state
 from jgpt.training.step import make_train_steps
@@ -60,9 +59,7 @@ def decode_program(config: TrainConfig, batch: int, time: int) -> Program:
     def decode(weights, tokens):
         model = nnx.merge(graph, weights)
         if not isinstance(model, CachedLanguageModel):
-            raise ValueError(
-                Message("the model has no KV cache: leave out ", Field("decode", True))
-            )
+            raise ValueError("the model has no KV cache: leave out `decode=True`")
         # Made inside, since only the number of tokens and the weights are traced from outside.
         cache = model.empty_cache(batch, time)
         return model(tokens, cache=cache)

@@ -23,7 +23,6 @@ from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
 from jgpt.parallel import rules
 from jgpt.parallel.gather import without_remat
-from jgpt.refusal import Field, Message
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.contract import typed
 from jgpt.training.objective import final_hidden, loss_dtype
@@ -147,10 +146,7 @@ def _make_mean_squares(config: TrainConfig) -> Callable[..., Any]:
     """
     if jaxtyping.config.jaxtyping_disable or not __debug__:
         raise ValueError(
-            Message(
-                Field("log", ("activation_rms",)),
-                " needs the shape checks, which are switched off",
-            )
+            f"`log={('activation_rms',)!r}` needs the shape checks, which are switched off"
         )
     model_config = dataclasses.replace(config.model, scan_layers=False, remat=False)
     merge = stacking.model_merger(model_config)
@@ -210,19 +206,14 @@ def _require_results(results: dict[str, list[Any]], inside: set[str]) -> None:
     hidden = sorted(inside - set(results))
     if hidden:
         raise ValueError(
-            Message(
-                Field("log", ("activation_rms",)),
-                f" can't read what {hidden[0]} returns, because the model calls it inside a "
-                "transformation such as nnx.remat, nnx.scan or vmap: leave activation_rms out",
-            )
+            f"`log={('activation_rms',)!r}` can't read what {hidden[0]} returns, because the "
+            "model calls it inside a transformation such as nnx.remat, nnx.scan or vmap: leave "
+            "activation_rms out"
         )
     if not results:
         raise ValueError(
-            Message(
-                Field("log", ("activation_rms",)),
-                " reads what the parts of a model return whose __call__ has @jgpt.typed, and this "
-                "model has none: leave activation_rms out",
-            )
+            f"`log={('activation_rms',)!r}` reads what the parts of a model return whose "
+            "__call__ has @jgpt.typed, and this model has none: leave activation_rms out"
         )
 
 

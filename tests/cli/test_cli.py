@@ -26,7 +26,6 @@ from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.cli.terminal import importing
 from jgpt.data.tokenizers import tokenizer_from_json
 from jgpt.fitting.stopping import TrainingStopped
-from jgpt.refusal import message_of
 from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
@@ -144,7 +143,7 @@ def test_options_that_do_not_fit_are_rejected_before_anything_is_read(
     with pytest.raises((ValueError, OSError)) as rejection:
         command(**parse(command, name, words))
     names = set(inspect.signature(command).parameters)
-    message = in_options(message_of(rejection.value), TRAIN if name == "train" else names)
+    message = in_options(str(rejection.value), TRAIN if name == "train" else names)
     assert f"jgpt: {message}" == expected
 
 

@@ -547,7 +547,7 @@ def test_tokens_go_with_nothing_else(tokens):
     split_again = DataConfig((str(tokens),), test_fraction=0.1)
     mixed = DataConfig((file, "pydocs"))
 
-    with pytest.raises(ValueError, match="is split already: test_fraction must be 0"):
+    with pytest.raises(ValueError, match="is split already: `test_fraction` must be 0"):
         load_dataset(split_again, 8)
     with pytest.raises(ValueError, match="can't be joined with other data"):
         load_dataset(mixed, 8)

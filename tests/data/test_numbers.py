@@ -63,7 +63,7 @@ def test_a_named_dtype_is_that_of_tokens_with_a_tokenizer_too(tmp_path):
     guessed = DataConfig((str(tmp_path / "a.bin"),), tokenizer="byte")
 
     assert load_dataset(named, 3).train.tolist() == tokens[:36].tolist()
-    with pytest.raises(ValueError, match=r"seems to have uint32 tokens.* token_dtype='uint32'$"):
+    with pytest.raises(ValueError, match=r"seems to have uint32 tokens.* `token_dtype='uint32'`$"):
         load_dataset(guessed, 3)
 
 
@@ -71,7 +71,7 @@ def test_numbers_of_64_bits_are_not_taken_for_32(tmp_path):
     NOTES.astype(np.int64).tofile(tmp_path / "a.bin")
     guessed = DataConfig((str(tmp_path / "a.bin"),), tokenizer="byte")
 
-    with pytest.raises(ValueError, match=r"seems to have int64 tokens.* token_dtype='int64'$"):
+    with pytest.raises(ValueError, match=r"seems to have int64 tokens.* `token_dtype='int64'`$"):
         load_dataset(guessed, 3)
 
 
@@ -100,7 +100,7 @@ def test_a_text_of_numbers_is_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("name", "array", "options", "message"),
     [
-        ("a.bin", NOTES.astype("u2"), {}, r"a.bin doesn't say the dtype .* token_dtype='uint16'"),
+        ("a.bin", NOTES.astype("u2"), {}, r"a.bin doesn't say the dtype .* `token_dtype='uint16'`"),
         (
             "a.bin",
             NOTES.astype("u2"),
@@ -111,7 +111,7 @@ def test_a_text_of_numbers_is_tokens(tmp_path):
         ("a.npy", NOTES.reshape(8, 9), {}, r"one row of whole numbers, not int64\[8, 9\]"),
         ("a.npy", NOTES[:0], {}, "a.npy has no tokens"),
         ("a.npy", -NOTES, {}, "a.npy contains token -72, outside its tokenizer's vocabulary"),
-        ("a.npy", NOTES, {"token_dtype": "uint16"}, r"token_dtype='uint16' is not .* int64"),
+        ("a.npy", NOTES, {"token_dtype": "uint16"}, r"`token_dtype='uint16'` is not .* int64"),
         ("a.npy", NOTES, {"numbers_vocab_size": 72}, "token 72, outside .* of 72: give .*size=73$"),
         ("a.npy", np.array(["a"], object), {}, r"a.npy can't be read as .npy: .* Python objects"),
         ("a.npy", NOTES + 2**24, {}, r"contains token 16777288 as int64.* 16,777,216 tokens"),
@@ -142,7 +142,7 @@ def test_numbers_outside_of_the_vocabulary_of_a_run_need_another_run(tmp_path):
 def test_tokens_without_a_tokenizer_may_be_numbers(tmp_path):
     np.save(tmp_path / "a.npy", NOTES)
 
-    with pytest.raises(ValueError, match="tokenizer='numbers' for tokens without a text"):
+    with pytest.raises(ValueError, match="`tokenizer='numbers'` for tokens without a text"):
         load_dataset(DataConfig((str(tmp_path / "a.npy"),)), 5)
 
 
@@ -180,11 +180,11 @@ def test_a_dataset_may_have_splits_of_its_own():
         ),
         ([1, 5], {"tokenizer": "bpe"}, "a tokenizer is an object with encode, .*, not 'bpe'"),
         ([1, 5], {"tokenizer": 9}, "a tokenizer is an object with encode, .*, not 9"),
-        ([1, 5], {"vocab_size": 5.5}, "vocab_size=5.5 must be a whole number from 1 to"),
+        ([1, 5], {"vocab_size": 5.5}, "`vocab_size=5.5` must be a whole number from 1 to"),
         (
             np.array([2**64 - 1], np.uint64),
             {},
-            "vocab_size=18446744073709551616 must be a whole number from 1 to",
+            "`vocab_size=18446744073709551616` must be a whole number from 1 to",
         ),
         ([1, 5], {"test": [1]}, "give validation with test"),
         ([1, 5], {"tokenizer": NumberTokenizer(9), "vocab_size": 9}, "give tokenizer or vocab_"),

@@ -150,7 +150,7 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
     assert asked[-1]["tokens"] == system + turns_that_fit * turn + last
 
     # a message that is rejected changes nothing
-    with pytest.raises(ValueError, match=r"too long: \d+ tokens .* and 57 of block_size=64 are"):
+    with pytest.raises(ValueError, match=r"too long: \d+ tokens .* and 57 of `block_size=64` are"):
         chat.reply("z" * 64)
     said(chat, "it")
     assert asked[-1]["tokens"] == asked[-2]["tokens"]
@@ -217,9 +217,9 @@ def test_other_tokenizers_are_rejected(tokenizer):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be positive"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
-        ({"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
+        ({"max_new_tokens": 0}, "`max_new_tokens=0` must be positive"),
+        ({"temperature": -1.0}, "`temperature=-1.0` must be 0 or more"),
+        ({"top_p": 1.5}, r"`top_p=1.5` must be in \(0, 1\]"),
     ],
 )
 def test_what_can_t_be_sampled_is_rejected_at_once(wrong, message):

@@ -406,8 +406,8 @@ def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 must be 0 or more"),
-        ({"max_new_tokens": 10**20}, r"max_new_tokens=10+ must be 0 or more, below 2\*\*31"),
+        ({"max_new_tokens": -1}, "`max_new_tokens=-1` must be 0 or more"),
+        ({"max_new_tokens": 10**20}, r"`max_new_tokens=10+` must be 0 or more, below 2\*\*31"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
         ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
         ({"lengths": np.array([3, 0])}, "the prompt is empty"),

@@ -178,7 +178,7 @@ def test_a_stream_says_what_the_whole_says(model):
         ({"prompts": ()}, "prompts is empty: give at least one"),
         ({"stop": ("a", "")}, "a stop string is empty: it would end every text at once"),
         ({"prompts": ("a", "x")}, "unknown character 'x'"),
-        ({"min_p": 2.0}, "min_p=2.0 must be in"),
+        ({"min_p": 2.0}, "`min_p=2.0` must be in"),
     ],
 )
 def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, message):

@@ -244,9 +244,11 @@ def test_a_vocabulary_of_characters_loses_padding_below_512(head):
     require_its_tokenizer(cropped, tokenizer)
     for wrong in (64, 577):
         other = characters(wrong, first=256)
-        with pytest.raises(ValueError, match=f"has {wrong} tokens and the model vocab_size=576"):
+        with pytest.raises(ValueError, match=f"has {wrong} tokens and the model `vocab_size=576`"):
             require_its_tokenizer(model, other)
-    with pytest.raises(ValueError, match="has 65 tokens and the model vocab_size=575: they don't"):
+    with pytest.raises(
+        ValueError, match="has 65 tokens and the model `vocab_size=575`: they don't"
+    ):
         require_its_tokenizer(random_model(vocab_size=575), tokenizer)
 
 
@@ -254,7 +256,7 @@ def test_what_an_import_would_refuse_is_not_exported(tmp_path):
     """A tokenizer of more tokens than the model has embeddings for."""
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
 
-    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=262"):
+    with pytest.raises(ValueError, match="has 263 tokens and the model `vocab_size=262`"):
         jgpt.save_hf(random_model(vocab_size=262), tmp_path / "out", tokenizer=tokenizer)
 
     assert not (tmp_path / "out").exists()
@@ -276,10 +278,10 @@ def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
             restored.decode([320])
     # a tokenizer without padding is written as before
     assert "vocab_size" not in tokenizer.to_json()
-    with pytest.raises(ValueError, match="has 263 tokens and the model vocab_size=262"):
+    with pytest.raises(ValueError, match="has 263 tokens and the model `vocab_size=262`"):
         with_one_vocabulary(smaller, tokenizer)
     damaged = padded.to_json().replace('"vocab_size": 320', '"vocab_size": 262')
-    message = "vocab_size=262 is too small: the tokenizer has token 262"
+    message = "`vocab_size=262` is too small: the tokenizer has token 262"
     with pytest.raises(ValueError, match=message):
         tokenizer_from_json(damaged)
 
@@ -320,7 +322,7 @@ def test_a_model_that_fits_no_format_says_which_preset_does():
     message, _, listed = str(refused.value).partition(
         ", and no other format fits. The presets that can be exported: "
     )
-    assert message == "Qwen3's format doesn't support gated=False, only gated=True"
+    assert message == "Qwen3's format doesn't support `gated=False`, only `gated=True`"
     names = listed.split(", ")
     assert {"tiny", "nanogpt-cpu", "gpt2-xl"} < set(names)
     for name, (_, config) in PRESETS.items():
@@ -360,7 +362,7 @@ UNSUPPORTED = "is not supported"
         ("gpt2", {"scale_attn_weights": False}, UNSUPPORTED),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UNSUPPORTED + ", only False"),
         ("gpt2", {"add_cross_attention": True}, UNSUPPORTED),
-        ("gpt2", {"attn_pdrop": "0.5"}, "dropout must be a number, not '0.5'"),
+        ("gpt2", {"attn_pdrop": "0.5"}, "`dropout` must be a number, not '0.5'"),
         ("gpt2", {"is_causal": False}, UNSUPPORTED + ", only True"),
         ("gpt2", {"is_causal": None}, UNSUPPORTED + ", only True"),
         ("gpt2", {"is_encoder_decoder": True}, UNSUPPORTED + ", only False"),
@@ -368,14 +370,14 @@ UNSUPPORTED = "is not supported"
         ("gpt2", {"hidden_size": 24}, "hidden_size=24 and n_embd=21 are two names of one field"),
         ("gpt2", {"use_alibi": True}, UNSUPPORTED + ": a field that jgpt does not know"),
         ("gpt2", {"b_field": 1, "a_field": 2}, "(unknown: a_field, b_field)"),
-        ("gpt2", {"n_head": 4}, "embed_dim=21 must be divisible by num_heads=4"),
-        ("gpt2", {"n_embd": "21"}, "embed_dim must be an integer, not '21'"),
-        ("gpt2", {"n_layer": 10**9}, "num_layers=1000000000 must be at most 1024"),
+        ("gpt2", {"n_head": 4}, "`embed_dim=21` must be divisible by `num_heads=4`"),
+        ("gpt2", {"n_embd": "21"}, "`embed_dim` must be an integer, not '21'"),
+        ("gpt2", {"n_layer": 10**9}, "`num_layers=1000000000` must be at most 1024"),
         ("gpt2", {"n_positions": 12}, "wpe.weight has shape [11, 21], not [12, 21]"),
         ("gpt2", {"n_inner": None}, "h.0.mlp.c_fc.weight has shape [21, 29], not [21, 84]"),
         ("gpt2", {"n_embd": 24}, "wte.weight has shape [17, 21], not [17, 24]"),
         ("gpt2", {"tie_word_embeddings": False}, "missing tensors (1): lm_head.weight"),
-        ("gpt2", {"tie_word_embeddings": "no"}, "tie_embeddings must be True or False, not 'no'"),
+        ("gpt2", {"tie_word_embeddings": "no"}, "`tie_embeddings` must be True or False, not 'no'"),
         ("qwen3", {"model_type": "mistral"}, UNSUPPORTED + ", only 'gpt2', 'llama'"),
         ("qwen3", {"model_type": ["llama"]}, UNSUPPORTED),
         ("qwen3", {"hidden_act": "quick_gelu"}, UNSUPPORTED + ", only gelu_new"),
@@ -396,10 +398,10 @@ UNSUPPORTED = "is not supported"
         ("qwen3", {"use_sliding_window": True}, UNSUPPORTED),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, UNSUPPORTED),
         ("qwen3", {"quantization_config": {"bits": 4}}, UNSUPPORTED),
-        ("qwen3", {"rope_theta": -1.0}, "rotary_base=-1.0 must be positive"),
-        ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "rotary_base=-1.0 must be positive"),
+        ("qwen3", {"rope_theta": -1.0}, "`rotary_base=-1.0` must be positive"),
+        ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "`rotary_base=-1.0` must be positive"),
         ("qwen3", {"hidden_size": 26}, "embed_tokens.weight has shape [17, 24], not [17, 26]"),
-        ("qwen3", {"head_dim": 9}, "positions='rotary' needs an even head size"),
+        ("qwen3", {"head_dim": 9}, "`positions='rotary'` needs an even head size"),
         ("qwen3", {"num_hidden_layers": 3}, "the config has 3 layers, the weights 2"),
         ("qwen3", {"intermediate_size": None}, "gate_proj.weight has shape [29, 24], not [96, 24]"),
         ("qwen3", {"model_type": "llama"}, "unexpected tensors (4): layers.0.self_attn.k_norm"),

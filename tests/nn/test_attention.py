@@ -335,9 +335,9 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
 def test_a_window_that_holds_nothing_is_rejected(window):
     with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
         causal_mask(-TIME)
-    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+    with pytest.raises(ValueError, match=f"`window={window}` must be positive"):
         causal_mask(TIME, window)
-    with pytest.raises(ValueError, match=f"window={window} must be positive"):
+    with pytest.raises(ValueError, match=f"`window={window}` must be positive"):
         attention(EMBED_DIM, NUM_HEADS, window=window)
 
 
@@ -356,7 +356,7 @@ def test_a_window_is_of_the_past():
     windowed.causal = False
     head = Head(EMBED_DIM, 4, window=2, causal=False, rngs=nnx.Rngs(0))
     for module in (windowed, head):
-        with pytest.raises(ValueError, match="window=2 needs causal=True"):
+        with pytest.raises(ValueError, match="`window=2` needs causal=True"):
             jax.eval_shape(module, X)
 
 

@@ -121,7 +121,7 @@ NORMS = 5 * 256
 @pytest.mark.parametrize("on", ["v5e", "v5e:", "v5e:4y4", "v9:2x2", "h100:8;", "h100:12345"])
 def test_a_chip_that_isn_t_one(on):
     with pytest.raises(
-        ValueError, match=f"on={re.escape(repr(on))} must be a chip and its arrangement"
+        ValueError, match=f"`on={re.escape(repr(on))}` must be a chip and its arrangement"
     ):
         topology(on)
 
@@ -131,7 +131,7 @@ def test_a_chip_that_isn_t_one(on):
     [
         ("v5e:2x2", RuntimeError("JAX TPU support not installed"), r"pip install 'jgpt\[tpu\]'"),
         ("h100:4", NotImplementedError("for cuda"), r"pip install 'jgpt\[cuda12\]'"),
-        ("v5e:3x5", RuntimeError("INVALID: 3x5\nmore"), "^on='v5e:3x5': INVALID: 3x5$"),
+        ("v5e:3x5", RuntimeError("INVALID: 3x5\nmore"), "^`on='v5e:3x5'`: INVALID: 3x5$"),
     ],
 )
 def test_chips_that_can_t_be_compiled_for(on, error, expected, monkeypatch):
@@ -200,7 +200,7 @@ def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
 
 def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    with pytest.raises(ValueError, match=r"^mesh='data=4' shards each batch over data x fsdp = 4"):
+    with pytest.raises(ValueError, match=r"^`mesh='data=4'` shards each batch over data x fsdp = 4"):
         compile_ahead(dataclasses.replace(CONFIG, mesh=None, batch_size=6), "v5e:2x2")
 
 

@@ -333,7 +333,9 @@ def test_an_objective_of_frozen_weights_alone_has_no_gradient():
 
     check(config_of())
     check(config_of("position*"))
-    with pytest.raises(ValueError, match=r"lead from the weights of trainable=\('blocks.*',\) to"):
+    with pytest.raises(
+        ValueError, match=r"lead from the weights of `trainable=\('blocks.*',\)` to"
+    ):
         check(config_of("blocks.*"))
 
 

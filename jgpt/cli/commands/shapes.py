@@ -15,7 +15,6 @@ from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import on_one_line
 from jgpt.config import ModelConfig
 from jgpt.presets import DEFAULT_PRESET, PRESETS
-from jgpt.refusal import message_of
 from jgpt.user_code import describe_error, place_of_error
 
 
@@ -168,7 +167,7 @@ def _document(error: Exception) -> dict[str, Any]:
     """Return an error as JSON, with the place in the user's file where there is one."""
     if isinstance(error, sources.SourceError):
         return error.document
-    message = on_one_line(describe_error(error) or message_of(error) or repr(error))
+    message = on_one_line(describe_error(error) or str(error) or repr(error))
     path, line = place_of_error(error) or (None, None)
     if path is not None:
         path = str(path)
