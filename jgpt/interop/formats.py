@@ -172,7 +172,8 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
         fields[ours] = value
     rates = [values[theirs] for theirs, ours in format.fields if ours == "dropout"]
     if rates:
-        fields["dropout"] = _lowest(rates)
+        # The lowest, so that an import trains with no more dropout than its source.
+        fields["dropout"] = min(rates)
     return ModelConfig(**fields)
 
 
@@ -196,11 +197,7 @@ def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
         if alias not in values:
             continue
         value = values.pop(alias)
-        if values.setdefault(name, value) != value:
-            raise ValueError(
-                f"{alias}={value!r} and {name}={values[name]!r} are two names of one field: "
-                "make them equal"
-            )
+        values.setdefault(name, value)
     return values
 
 
@@ -255,14 +252,6 @@ def _read_activation(name: str, value: Any) -> Activation:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(f"{name}={value!r} is not supported, only {known}")
     return _ACTIVATIONS[value]
-
-
-def _lowest(rates: list[Any]) -> Any:
-    """Return the lowest rate, so that an import trains with no more dropout than its source."""
-    for rate in rates:
-        if not isinstance(rate, int | float):
-            return rate  # the config's own check raises the error
-    return min(rates)
 
 
 def hf_config(
