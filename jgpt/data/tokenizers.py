@@ -496,22 +496,9 @@ class BPETokenizer:
         """Return the tokenizer of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
-    @property
-    def special_token(self) -> str | None:
-        """The special token that ends a text for programs that read an export, or None."""
-        if self._backend.token_to_id(END_OF_TEXT) is None:
-            return None
-        return END_OF_TEXT
-
     def token_of(self, text: str) -> int | None:
         """Return the token with this text, which may be special, or None."""
         return self._backend.token_to_id(text)
-
-    def save_hf(self, directory: Path) -> None:
-        """Write `tokenizer.json`, and the `tokenizer_config.json` that transformers needs."""
-        self.to_hf().save(str(directory / "tokenizer.json"))
-        text = json.dumps(hf_tokenizer_config(self), indent=2)
-        (directory / "tokenizer_config.json").write_text(text + "\n")
 
     @functools.cached_property
     def end(self) -> tuple[int, ...]:
@@ -780,9 +767,9 @@ def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
         # Otherwise version 4 of transformers removes spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
         for name in ("bos_token", "eos_token", "unk_token"):
-            values[name] = tokenizer.special_token
+            values[name] = END_OF_TEXT
     return values
 
 

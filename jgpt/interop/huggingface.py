@@ -43,14 +43,12 @@ HF_INDEX = "model.safetensors.index.json"
 
 
 @typed
-def load_hf(
-    directory: str | Path, *, block_size: int | None = None, model_type: str | None = None
-) -> GPT:
+def load_hf(directory: str | Path, *, block_size: int | None = None) -> GPT:
     """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too) or Qwen3, in float32.
 
-    `block_size` replaces the config's context length, which requires rotary positions. With
-    `model_type`, any other type is an error. Raises FileNotFoundError for a missing file, and
-    ValueError for another format or an unsupported feature.
+    `block_size` replaces the config's context length, which requires rotary positions. Raises
+    FileNotFoundError for a missing file, and ValueError for another format or an unsupported
+    feature.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -58,14 +56,11 @@ def load_hf(
             f"there is no folder {directory}: give one with {HF_CONFIG} and {HF_WEIGHTS}; "
             "jgpt import fetches models of the hub by name"
         )
-    known = list(HF_FORMATS)
-    if model_type is not None:
-        known = [model_type]
     with prefix_errors(directory / HF_CONFIG):
         values = read_json(directory / HF_CONFIG)
         kind = values.get("model_type", "gpt2")  # the oldest configs lack this field
-        if kind not in known:
-            only = ", ".join(map(repr, known))
+        if kind not in HF_FORMATS:
+            only = ", ".join(map(repr, HF_FORMATS))
             raise ValueError(f"model_type={kind!r} is not supported, only {only}")
         format = HF_FORMATS[kind]
         config = read_config(values, format)
@@ -84,12 +79,11 @@ def save_hf(
     *,
     tokenizer: Tokenizer | None = None,
     zero_biases: bool = False,
-    model_type: str | None = None,
     like: str | Path | None = None,
 ) -> None:
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
-    The default `model_type` is gpt2 for learned positions, else qwen3 for QK-norm, else llama.
+    The format is GPT-2's for learned positions, else Qwen3's for QK-norm, else Llama's.
     `zero_biases` saves zeros for biases that GPT-2's format has and the model lacks. `like` is the
     folder that the model was loaded from: its special tokens, chat template and generation options
     are saved, too. Raises ValueError for a model that the format can't express.
@@ -107,7 +101,7 @@ def save_hf(
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))
-    config = _config_to_write(model, tokenizer, files, model_type, zero_biases)
+    config = _config_to_write(model, tokenizer, files, zero_biases)
     generation = parse_text_file(files, GENERATION)
     with_embedding = without_tokens_past(generation, model.vocab_size)
     if with_embedding != generation:
@@ -131,19 +125,17 @@ def _config_to_write(
     model: GPT,
     tokenizer: Tokenizer | None,
     files: TextFiles,
-    model_type: str | None,
     zero_biases: bool,
 ) -> dict[str, Any]:
     """Return the model's `config.json`, with the special tokens of its source."""
     source = parse_text_file(files, HF_CONFIG)
     if source:
-        config = hf_config(model.config, model_type, zero_biases=zero_biases, source=source)
+        config = hf_config(model.config, zero_biases=zero_biases, source=source)
         return without_tokens_past(config, model.vocab_size)
-    config = hf_config(model.config, model_type, zero_biases=zero_biases)
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.special_token is not None:
-        token = tokenizer.token_of(tokenizer.special_token)
-        config["bos_token_id"] = token
-        config["eos_token_id"] = token
+    config = hf_config(model.config, zero_biases=zero_biases)
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+        config["bos_token_id"] = tokenizer.end_of_text
+        config["eos_token_id"] = tokenizer.end_of_text
     return config
 
 
