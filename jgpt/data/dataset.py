@@ -201,10 +201,10 @@ def require_usable(
                 "the same text, but has other tokens; restore the tokenizer, or train a new run"
             )
         _require_known(config, known, "of its tokens ", found, known.tokens_digest)
-    _require_a_block("training", dataset.train, block_size)
-    _require_a_block("validation", dataset.validation, block_size)
+    _require_a_block("the training split", dataset.train, block_size)
+    _require_a_block("the validation split", dataset.validation, block_size)
     if config.test_fraction > 0 or len(dataset.test) > 0:
-        _require_a_block("test", dataset.test, block_size)
+        _require_a_block("the test split", dataset.test, block_size)
 
 
 @typed
@@ -334,15 +334,9 @@ def _load_mixture(
         loaded = _load(part, tokenizer, None, warn, part_progress)
         tokenizer = loaded.tokenizer
         split = _split(part, loaded)
-        training_tokens = len(split[0])
-        if training_tokens <= block_size:
-            raise ValueError(
-                f"the training split of {source} has {counted(training_tokens, 'token')}, too "
-                f"few for one block of {block_size} and its targets: use more text or a smaller "
-                "`block_size`"
-            )
+        _require_a_block(f"the training split of {source}", split[0], block_size)
         splits.append(split)
-        shares.append(Share(source, training_tokens, weights[source]))
+        shares.append(Share(source, len(split[0]), weights[source]))
     assert tokenizer is not None  # there is a source
     train_parts, validation_parts, test_parts = zip(*splits, strict=True)
     train = np.concatenate(train_parts)
@@ -379,7 +373,7 @@ def _require_a_block(name: str, split: Any, block_size: int) -> None:
     if len(split) > block_size:  # one more token is the target of the last input
         return
     raise ValueError(
-        f"the {name} split has {counted(len(split), 'token')}, too few for one block of "
+        f"{name} has {counted(len(split), 'token')}, too few for one block of "
         f"{block_size} and its targets: use more text or a smaller `block_size`"
     )
 
