@@ -300,7 +300,6 @@ def files(tmp_path_factory, shakespeare, poem) -> Path:
     for line in notes.splitlines():
         documents += json.dumps({"body": line}) + "\n"
     (folder / "lines.jsonl").write_text(documents)
-    (folder / "records.json").write_text("[]")
     np.save(folder / "notes.npy", np.tile([60, 62, 64, 65, 67, 69, 71, 72], 60))
     (folder / "other.txt").write_text("Yours as men can see\n" * 9)
     (folder / "other.csv").write_text('line,act\n"Yours as men",3\n')

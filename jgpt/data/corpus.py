@@ -10,7 +10,7 @@ import io
 import json
 import os
 import platform
-import shlex
+import sys
 import urllib.error
 import urllib.request
 import zlib
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import platformdirs
 
 from jgpt.durable import write_file
-from jgpt.words import counted, did_you_mean
+from jgpt.words import did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -47,86 +47,15 @@ CODE = (
 )  # fmt: skip
 """Suffixes of text and code files that are read from folders, with or without compression."""
 PACKED = (".gz", ".zst")
-_TABLE = "a table, not text: save its column of text as JSON lines (.jsonl) or Parquet (.parquet)"
-_PAGES = "not text but a document with a layout: save its text as .txt"
-_ARRAYS = "not text but a file of arrays: name the text, or the folder that `jgpt prepare` wrote"
-_ARCHIVE = "an archive: unpack it and name the folder"
-_PACKED_OTHERWISE = "packed in a way that is not read: unpack it, or pack it with gzip or zstd"
-_IMAGE = "not text but an image"
-_SOUND = "not text but a sound or a film"
-_PROGRAM = "not text but a compiled program: name its source"
-_KINDS = {
-    (".json",): "one JSON value: write one JSON object in each line, into a .jsonl file",
-    (".ipynb",): "a notebook: save its cells as text (.md or .py), as `jupyter nbconvert` does",
-    (".xls", ".xlsx", ".ods", ".arrow", ".feather"): _TABLE,
-    (".sqlite", ".db"): _TABLE,
-    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx"): _PAGES,
-    (".bin", ".npy", ".npz", ".pkl", ".pt", ".pth", ".ckpt", ".h5", ".gguf"): _ARRAYS,
-    (".safetensors", ".msgpack"): _ARRAYS,
-    (".zip", ".tar", ".tgz", ".7z", ".rar", ".whl"): _ARCHIVE,
-    (".xz", ".bz2", ".lz4", ".br"): _PACKED_OTHERWISE,
-    (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"): _IMAGE,
-    (".mp3", ".wav", ".flac", ".ogg", ".mp4", ".mov", ".avi", ".mkv", ".webm"): _SOUND,
-    (".exe", ".dll", ".so", ".dylib", ".o", ".a", ".pyc", ".class", ".jar"): _PROGRAM,
-}
-
-
-def _kinds_by_suffix() -> dict[str, str]:
-    by_suffix = {}
-    for suffixes, kind in _KINDS.items():
-        for suffix in suffixes:
-            by_suffix[suffix] = kind
-    return by_suffix
-
-
-NOT_TEXT = _kinds_by_suffix()
-"""The kind of file that a suffix stands for if it is not text, and what the user can do."""
 _LINES_AT_ONCE = 1 << 20
 """The number of bytes that are split into lines at once."""
 _PARQUET_ROWS = 1024
 """The largest number of rows in a batch."""
-_PARQUET_BATCH = 1 << 26
-"""The largest number of characters in a batch."""
-_PARQUET_RATIO = 1000
-"""The largest ratio of a Parquet file's text to its bytes. Compressed text takes about a fifth, but
-a dictionary and runs of its values let 500 bytes claim terabytes."""
-_LARGEST_PARQUET = 1 << 26
-"""The number of characters that any Parquet file may have, however small it is."""
-_ROWS_PER_BYTE = 64
-_MOST_ROWS = 1 << 20
-"""The number of rows that any Parquet file may have, in addition to `_ROWS_PER_BYTE` for each
-byte."""
-_SMALL_PARQUET = 1 << 20
-"""The size in bytes below which the batch size accounts for repeated values of a dictionary."""
-_FIRST_BYTES = {
-    b"\x89PNG": _IMAGE,
-    b"\xff\xd8\xff": _IMAGE,
-    b"GIF8": _IMAGE,
-    b"%PDF": _PAGES,
-    b"PK\3\4": "an archive, or a document of an office program, not text: save its text as .txt",
-    b"PAR1": "Parquet: name it .parquet",
-    b"\x93NUMPY": _ARRAYS,
-    b"\x1f\x8b": "packed by gzip: name it .gz",
-    b"\x28\xb5\x2f\xfd": "packed by zstd: name it .zst",
-    b"BZh": _PACKED_OTHERWISE,
-    b"\xfd7zXZ": _PACKED_OTHERWISE,
-    b"\x7fELF": _PROGRAM,
-}
-_BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is a prefix of this one
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-_LOOKED_AT = 4096
-"""The number of bytes at the beginning of a file from which its encoding is guessed."""
 KINDS_NAMED = 8
 """The largest number of kinds of skipped files that a message names; it counts the rest as
 others."""
 LONGEST_WORD = 1 << 22
 """The largest number of characters in a word; a chunk may end inside a longer word."""
-LONGEST_LINE = 1 << 26
-"""The largest number of bytes in a line of JSON; a longer line is cut, so that it is an error."""
 
 Warn = Callable[[str], None]
 """A function that shows a message to the user."""
@@ -231,20 +160,21 @@ def read_blocks(
     With `universal_newlines`, CR LF and CR become newlines, a file's byte-order mark is dropped,
     and one warning says so. For tables, JSON lines and Parquet, each document is the text in
     `field`, followed by `separator`; documents that are empty or null are skipped. `advance` is
-    called with the number of bytes read. Raises ValueError for a file that is empty, damaged or
-    not text.
+    called with the number of bytes read. Raises ValueError for a file that is damaged or not text,
+    and if there is no text at all.
     """
+    total = 0
     changed = []
     for source in sources:
         if source in CORPORA and Path(source).exists():
             warn(f"{source} is the corpus of that name; the file or folder here is ./{source}")
         if source == "pydocs":
-            yield python_reference()
+            text = python_reference()
+            total += len(text)
+            yield text
             continue
         for path in _files(source, warn):
             suffix, compression = _suffixes(path)
-            if suffix in NOT_TEXT:
-                raise ValueError(f"{path} is {NOT_TEXT[suffix]}")
             with io.BufferedReader(_CountingFile(path, advance)) as file:
                 unpacked, errors = _unpacked(file, compression, path)
                 if suffix in RECORDS or suffix in TABLES:
@@ -258,10 +188,11 @@ def read_blocks(
                     length, is_changed = yield from _with_newlines(pieces, end, universal_newlines)
                 except errors as error:
                     raise ValueError(f"{path} is damaged or cut short: {error}") from None
-            if length == 0:
-                raise ValueError(f"{path} is empty")
+            total += length
             if is_changed:
                 changed.append(path)
+    if total == 0:
+        raise ValueError(f"{' '.join(sources)} is empty")
     if changed:
         names = str(changed[0])
         if len(changed) > 1:
@@ -282,12 +213,8 @@ def _documents(file: BinaryIO, name: str, suffix: str, field: str) -> Iterator[s
 
 def python_reference() -> str:
     """Return the topics of `help()` in alphabetical order, about 0.47 million characters."""
-    try:
-        from pydoc_data.topics import topics
-    except ModuleNotFoundError:
-        raise FileNotFoundError(
-            "this Python has no pydoc_data, the source of the corpus pydocs: give a text file"
-        ) from None
+    from pydoc_data.topics import topics
+
     return "\n".join(topics[name] for name in sorted(topics))
 
 
@@ -297,28 +224,21 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     A copy in `$JGPT_DATA_DIR` comes first, then the one in the cache.
     """
     places = _places_of_shakespeare()
-    for name, path in places.items():
-        if not path.is_file():
-            continue
-        wrong = _wrong_checksum(path.read_bytes())
-        if wrong:
-            raise ValueError(
-                f"{path}, in {name}, is not tiny Shakespeare ({wrong}): delete it to download "
-                "it again"
-            )
-        return path
+    for path in places.values():
+        if path.is_file():
+            _require_shakespeare(str(path), path.read_bytes())
+            return path
     cached = places["the cache"]
     folder = os.environ.get("JGPT_DATA_DIR")
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             data = response.read()
-        wrong = _wrong_checksum(data)
-        if wrong:
-            raise ConnectionError(wrong)
+        _require_shakespeare("the answer", data)
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, data)
-    except (OSError, http.client.HTTPException) as error:  # a cut connection is no OSError
+    # A cut connection is no OSError, and another page is a ValueError.
+    except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # the error keeps the connection open
         missing = ""
@@ -345,11 +265,14 @@ def _places_of_shakespeare() -> dict[str, Path]:
     return places
 
 
-def _wrong_checksum(data: bytes) -> str:
+def _require_shakespeare(name: str, data: bytes) -> None:
+    """Raise ValueError for other data than tiny Shakespeare."""
     found = hashlib.sha256(data).hexdigest()
-    if found == SHAKESPEARE_SHA256:
-        return ""
-    return f"SHA-256 {found[:12]}…, not {SHAKESPEARE_SHA256[:12]}…"
+    if found != SHAKESPEARE_SHA256:
+        raise ValueError(
+            f"{name} is not tiny Shakespeare: its SHA-256 is {found[:12]}…, not "
+            f"{SHAKESPEARE_SHA256[:12]}…"
+        )
 
 
 def _files(source: str, warn: Warn = lambda message: None) -> list[Path]:
@@ -358,7 +281,10 @@ def _files(source: str, warn: Warn = lambda message: None) -> list[Path]:
         return [shakespeare_file(warn)]
     path = Path(source)
     if not path.exists():
-        raise FileNotFoundError(_why_missing(path, source))
+        raise FileNotFoundError(
+            f"{source!r} is neither a file nor a corpus{did_you_mean(source, CORPORA)}: the "
+            f"corpora are {' and '.join(CORPORA)}"
+        )
     if not path.is_dir():
         return [path]
     runs = _run_directories(path)
@@ -385,15 +311,6 @@ def _files(source: str, warn: Warn = lambda message: None) -> list[Path]:
     if skipped:
         warn(f"{path}: {len(files):,} files are read{_listed(skipped, ', and {} skipped')}")
     return files
-
-
-def _why_missing(path: Path, source: str) -> str:
-    if path.is_symlink():
-        return f"{source} is a link to {os.readlink(path)}, which does not exist"
-    return (
-        f"{source!r} is neither a file nor a corpus{did_you_mean(source, CORPORA)}: the corpora "
-        f"are {' and '.join(CORPORA)}"
-    )
 
 
 def _run_directories(folder: Path) -> set[Path]:
@@ -473,7 +390,7 @@ def _module(path: Path | str, extra: str, *names: str) -> Any:
 
 def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
     number = 0
-    while line := file.readline(LONGEST_LINE):
+    while line := file.readline():
         number += 1
         if not line.strip():
             continue
@@ -489,44 +406,39 @@ def _json_lines(file: BinaryIO, name: str, field: str) -> Iterator[str]:
                 "`data_field=NAME`"
             ) from None
         except ValueError as error:
-            reason = f"can't be read as JSON: {error}"
-            if len(line) == LONGEST_LINE:  # it was cut here
-                reason = f"has more than {LONGEST_LINE:,} bytes: make several documents of its text"
-            raise ValueError(f"{name}, line {number}, {reason}") from None
+            raise ValueError(f"{name}, line {number}, can't be read as JSON: {error}") from None
         yield text
 
 
 def _table(file: BinaryIO, name: str, delimiter: str, field: str) -> Iterator[str]:
     """Yield the texts of a column of a CSV file, whose first row has the names of the columns."""
     # The module's own limit is 131,072 characters, which a document easily has.
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+    csv.field_size_limit(sys.maxsize)
     # Strict, since a quotation mark without its end would make one document of the whole file.
-    rows = csv.reader(_lines(file, name), delimiter=delimiter, strict=True)
+    rows = csv.DictReader(_lines(file, name), delimiter=delimiter, strict=True)
     first_line = 1
     try:
-        columns = next(rows, [])
-        first_line = rows.line_num + 1
+        columns = list(rows.fieldnames or ())
         if columns:
             columns[0] = columns[0].removeprefix("\ufeff")  # a byte-order mark
-        if field not in columns:
-            raise ValueError(
-                f"{name} has no column {field!r}, but {', '.join(columns)}: name the column of "
-                "text with `data_field=NAME`"
-            )
-        place = columns.index(field)
+        _require_column(name, field, columns)
+        rows.fieldnames = columns
+        first_line = rows.line_num + 1
         for row in rows:
             # Where the next row begins: a quotation mark that is never closed takes all lines.
             first_line = rows.line_num + 1
-            if not row:  # an empty line
-                continue
-            if len(row) <= place:
-                raise ValueError(
-                    f"{name}, line {rows.line_num}, has {counted(len(row), 'column')}, not "
-                    f"{len(columns)}"
-                )
-            yield row[place]
+            if row[field] is not None:  # a row that is too short
+                yield row[field]
     except csv.Error as error:
         raise ValueError(f"{name}, line {first_line}, can't be read as CSV: {error}") from None
+
+
+def _require_column(name: str, field: str, columns: Sequence[str]) -> None:
+    if field not in columns:
+        raise ValueError(
+            f"{name} has no column of text {field!r}, but {', '.join(columns)}: name it with "
+            "`data_field=NAME`"
+        )
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[str]:
@@ -547,75 +459,21 @@ def _parquet(file: BinaryIO, name: str, field: str) -> Iterator[str]:
     parquet = _module(name, "parquet", "pyarrow.parquet")
     try:
         table = parquet.ParquetFile(file)
-        schema = table.schema_arrow
-        if field not in schema.names:
-            raise ValueError(
-                f"{name} has no column {field!r}, but {', '.join(schema.names)}: name the "
-                "column of text with `data_field=NAME`"
-            )
-        column = schema.field(field).type
-        value_type = column
-        if arrow.types.is_dictionary(column):  # pandas writes categories like this
-            value_type = column.value_type
-        if value_type not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-            raise ValueError(
-                f"{name}: its column {field!r} has values of type {column}, not text: name "
-                f"another of {', '.join(schema.names)} with `data_field=NAME`"
-            )
-        size = file.seek(0, os.SEEK_END)
-        _require_plausible(table.metadata, size, name, field)
-        # The size that a file claims is not trusted: its text is counted while it is read.
-        room = _LARGEST_PARQUET + _PARQUET_RATIO * size
-        for group in range(table.num_row_groups):
-            rows = _PARQUET_ROWS
-            if size < _SMALL_PARQUET:
-                # This reads the group twice, which is quick for a small file.
-                dictionaries = parquet.ParquetFile(file, read_dictionary=[field])
-                rows = _rows_at_once(dictionaries, group, field)
-            options = {"row_groups": [group], "columns": [field], "use_threads": False}
-            for batch in table.iter_batches(rows, **options):
-                for text in batch.column(0).to_pylist():
-                    if text is None:
-                        continue
-                    room -= len(text)
-                    if room < 0:
-                        raise ValueError(
-                            f"{name} has {size:,} bytes and more than {_PARQUET_RATIO} times as "
-                            "much text: it repeats itself, or is damaged"
-                        )
+        kinds = (arrow.string(), arrow.large_string(), arrow.string_view())
+        columns = []
+        for column in table.schema_arrow:
+            kind = column.type
+            if arrow.types.is_dictionary(kind):  # pandas writes categories like this
+                kind = kind.value_type
+            if kind in kinds:
+                columns.append(column.name)
+        _require_column(name, field, columns)
+        for batch in table.iter_batches(_PARQUET_ROWS, columns=[field], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                if text is not None:
                     yield text
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{name} can't be read as Parquet: {error}") from None
-
-
-def _require_plausible(metadata: Any, size: int, name: str, field: str) -> None:
-    """Raise ValueError for a Parquet file that claims far more data than its bytes can hold."""
-    claimed = 0
-    for group_index in range(metadata.num_row_groups):
-        group = metadata.row_group(group_index)
-        for column_index in range(group.num_columns):
-            column = group.column(column_index)
-            if column.path_in_schema == field:
-                claimed += column.total_uncompressed_size
-    if claimed > _LARGEST_PARQUET + _PARQUET_RATIO * size:
-        raise ValueError(f"{name} has {size:,} bytes and claims {claimed:,}: it is damaged")
-    if metadata.num_rows > _MOST_ROWS + _ROWS_PER_BYTE * size:
-        rows = metadata.num_rows
-        raise ValueError(f"{name} has {size:,} bytes and claims {rows:,} rows: it is damaged")
-
-
-def _rows_at_once(dictionaries: Any, group: int, field: str) -> int:
-    """Return the number of rows in a batch, as if each row had the dictionary's longest value."""
-    options = {"row_groups": [group], "columns": [field], "use_threads": False}
-    first = next(dictionaries.iter_batches(1, **options), None)
-    if first is None:
-        return 1
-    values = first.column(0).dictionary.cast("large_string").to_pylist()
-    longest = 1
-    for value in values:
-        if value:  # null and empty values count, too
-            longest = max(longest, len(value))
-    return max(1, min(_PARQUET_ROWS, _PARQUET_BATCH // longest))
 
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
@@ -624,88 +482,19 @@ def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     received = 0
     block = None
-    beginning = b""
     while block != b"":
         block = file.read(size)
         received += len(block)
-        if len(beginning) < _LOOKED_AT:
-            beginning += block[:_LOOKED_AT]
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             # The error's object is this block, with the undecoded bytes of the last one before it.
             place = received - len(error.object) + error.start
-            unread = error.object[error.start :] + file.read(_LOOKED_AT)
-            beginning += unread[len(error.object) - error.start :]
-            reason = f"is not UTF-8 text: byte {place} can't be read"
-            # At the end of a file, a letter of another encoding can look like the first byte of a
-            # sequence.
-            is_cut = error.reason == "unexpected end of data" and len(unread) > 1
-            encoding = None
-            if not is_cut:
-                encoding = _other_encoding(beginning, place, unread)
-            raise ValueError(_why_not_text(name, reason, beginning, encoding)) from None
-        nul = block.find(b"\0")  # valid UTF-8, but not text
-        if nul >= 0:
-            place = received - len(block) + nul
-            beginning += file.read(_LOOKED_AT)
-            encoding = _encoding_with_nuls(beginning)
-            kind = encoding or "binary"
-            reason = f"is {kind}, not UTF-8 text: byte {place} is NUL"
-            raise ValueError(_why_not_text(name, reason, beginning, encoding))
+            raise ValueError(
+                f"{name} is not UTF-8 text: byte {place} can't be read; iconv -f ENCODING -t UTF-8 "
+                "converts a text of another encoding"
+            ) from None
         yield text
-
-
-def _why_not_text(name: str, reason: str, beginning: bytes, encoding: str | None) -> str:
-    """Return the message for a file that is not UTF-8: what it is, and how to convert it."""
-    for first_bytes, kind in _FIRST_BYTES.items():
-        if beginning.startswith(first_bytes):
-            return f"{name} is {kind}"
-    if encoding is None:
-        return f"{name} {reason}"
-    path = Path(name)
-    if path.suffix.lower() in PACKED or not path.is_file():
-        return f"{name} {reason}; it looks like {encoding}: convert it to UTF-8"
-    converted = path.with_suffix(f".utf8{path.suffix}")
-    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > {shlex.quote(str(converted))}"
-    return f"{name} {reason}; it looks like {encoding}: convert it with {command}"
-
-
-def _encoding_with_nuls(beginning: bytes) -> str | None:
-    """Return the encoding of text with zero bytes, by the name that iconv uses, or None."""
-    for mark, encoding in _BYTE_ORDER_MARKS.items():
-        if beginning.startswith(mark):
-            return encoding
-    # Without a byte-order mark, one of the two bytes of each Latin letter is 0.
-    even = beginning[0::2]
-    odd = beginning[1::2]
-    if len(odd) < 2:
-        return None
-    if odd.count(0) > 0.9 * len(odd) and not even.count(0):
-        return "UTF-16LE"
-    if even.count(0) > 0.9 * len(even) and not odd.count(0):
-        return "UTF-16BE"
-    return None
-
-
-def _other_encoding(beginning: bytes, place: int, unread: bytes) -> str | None:
-    """Return the encoding of text whose byte at `place` is not UTF-8, by iconv's name, or None.
-
-    `unread` are the bytes from that place on.
-    """
-    encoding = _encoding_with_nuls(beginning)
-    if encoding is not None:
-        return encoding
-    if not beginning[:place].isascii():  # UTF-8 up to this byte: damaged, or of several encodings
-        return None
-    try:
-        text = (beginning + unread).decode("cp1252")
-    except UnicodeDecodeError:  # Windows-1252 has no character for five bytes
-        return None
-    # Text has no control characters except newlines, tabs and page breaks.
-    if any(ord(letter) < 32 and letter not in "\t\n\r\f" for letter in text):
-        return None
-    return "WINDOWS-1252"
 
 
 def _with_newlines(

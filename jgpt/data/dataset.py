@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import re
-import shlex
 import shutil
 import time
 from collections import deque
@@ -42,7 +41,7 @@ from jgpt.data.tokenizers import (
     token_dtype,
 )
 from jgpt.durable import new_directory, write_file
-from jgpt.fields import FLOAT32_MAX, as_dict
+from jgpt.fields import as_dict
 from jgpt.shapes.contract import host_record, typed
 from jgpt.words import counted
 
@@ -55,10 +54,6 @@ NANOGPT = ("train.bin", "val.bin")
 """The files that nanoGPT's prepare.py writes into a folder."""
 DONE_FILE = "done.json"
 """The file with the numbers of characters and tokens that are prepared so far."""
-LLM_C_MAGIC = (20240520, 20240801)
-"""The first number in llm.c's token files, for GPT-2 and Llama 3."""
-LLM_C_HEADER = 1024
-"""The size of the header in bytes."""
 SURELY_WIDER = 16
 """The number of tokens from which it cannot be chance that every second one is 0."""
 SECONDS_BETWEEN_SAVES = 2.0
@@ -133,8 +128,6 @@ class Dataset:
         """
         if validation is None and test is not None:
             raise ValueError("give validation with test, or neither and the fractions")
-        if tokenizer is not None and vocab_size is not None:
-            raise ValueError("give tokenizer or vocab_size, not both")
         splits = [_whole_numbers("tokens", tokens)]
         if validation is not None:
             splits.append(_whole_numbers("validation", validation))
@@ -208,10 +201,10 @@ def require_usable(
                 "the same text, but has other tokens; restore the tokenizer, or train a new run"
             )
         _require_known(config, known, "of its tokens ", found, known.tokens_digest)
-    _require_a_block("training", dataset.train, block_size)
-    _require_a_block("validation", dataset.validation, block_size)
+    _require_a_block("the training split", dataset.train, block_size)
+    _require_a_block("the validation split", dataset.validation, block_size)
     if config.test_fraction > 0 or len(dataset.test) > 0:
-        _require_a_block("test", dataset.test, block_size)
+        _require_a_block("the test split", dataset.test, block_size)
 
 
 @typed
@@ -297,10 +290,6 @@ def _weights_of(sources: Sequence[str]) -> dict[str, float] | None:
     for source, weight in weights.items():
         if weight == 0:
             raise ValueError(f"{source} has the weight 0: leave it out, or give a positive weight")
-        if weight > FLOAT32_MAX:  # or the sum of all weights could be infinite
-            raise ValueError(
-                f"{source} has a weight that is not finite in float32: give a smaller one"
-            )
     return weights
 
 
@@ -345,15 +334,9 @@ def _load_mixture(
         loaded = _load(part, tokenizer, None, warn, part_progress)
         tokenizer = loaded.tokenizer
         split = _split(part, loaded)
-        training_tokens = len(split[0])
-        if training_tokens <= block_size:
-            raise ValueError(
-                f"the training split of {source} has {counted(training_tokens, 'token')}, too "
-                f"few for one block of {block_size} and its targets: use more text or a smaller "
-                "`block_size`"
-            )
+        _require_a_block(f"the training split of {source}", split[0], block_size)
         splits.append(split)
-        shares.append(Share(source, training_tokens, weights[source]))
+        shares.append(Share(source, len(split[0]), weights[source]))
     assert tokenizer is not None  # there is a source
     train_parts, validation_parts, test_parts = zip(*splits, strict=True)
     train = np.concatenate(train_parts)
@@ -390,7 +373,7 @@ def _require_a_block(name: str, split: Any, block_size: int) -> None:
     if len(split) > block_size:  # one more token is the target of the last input
         return
     raise ValueError(
-        f"the {name} split has {counted(len(split), 'token')}, too few for one block of "
+        f"{name} has {counted(len(split), 'token')}, too few for one block of "
         f"{block_size} and its targets: use more text or a smaller `block_size`"
     )
 
@@ -465,15 +448,13 @@ def _load_bare_tokens(
         files = [path]
     else:
         files = [path / name for name in NANOGPT]
-        if config.test_fraction:
-            raise ValueError(f"{path} is split already: `test_fraction` must be 0")
     is_numbers = config.tokenizer == "numbers"
     is_new = tokenizer is None
     if tokenizer is None and not is_numbers:
         tokenizer = _nanogpt_tokenizer(path, config)
     splits = [_open_bare_tokens(file, tokenizer, config.token_dtype) for file in files]
     if tokenizer is None:
-        tokenizer = _number_tokenizer(str(path), splits, config.numbers_vocab_size)
+        tokenizer = NumberTokenizer(config.numbers_vocab_size or _largest_of(splits) + 1)
     for file, split in zip(files, splits, strict=True):
         advice = (
             f"write tokens of this tokenizer, or give the tokenizer of these {split.dtype} tokens"
@@ -481,31 +462,9 @@ def _load_bare_tokens(
         if isinstance(tokenizer, NumberTokenizer):
             advice = "train a run whose vocabulary has it"
             if is_new:
-                size = f"`numbers_vocab_size={_largest_of(splits) + 1!r}`"
-                advice = f"give {size}"
+                advice = f"give `numbers_vocab_size={_largest_of(splits) + 1!r}`"
         _require_in_vocabulary(str(file), split, tokenizer, advice)
     return tokenizer, [_narrow(split, tokenizer) for split in splits]
-
-
-def _number_tokenizer(name: str, splits: Sequence[Any], vocab_size: int | None) -> NumberTokenizer:
-    """Return the tokenizer of numbers for some tokens, which messages call `name`."""
-    if vocab_size is not None:
-        return NumberTokenizer(vocab_size)
-    largest = _largest_of(splits)
-    if largest >= MAX_NUMBERS:
-        raise ValueError(
-            f"{name} contains token {largest} as {splits[0].dtype}, but a vocabulary has at "
-            f"most {MAX_NUMBERS:,} tokens: a .bin file may have another `token_dtype`"
-        )
-    count = sum(len(split) for split in splits)
-    # Two tokens of 16 bits that are read as one of 32 are such a number.
-    if largest > count and largest >= 1 << 16:
-        raise ValueError(
-            f"{name} contains token {largest} as {splits[0].dtype}, but only "
-            f"{counted(count, 'token')}: if that is right, give "
-            f"`numbers_vocab_size={largest + 1!r}`, else another `token_dtype`"
-        )
-    return NumberTokenizer(largest + 1)
 
 
 def _largest_of(splits: Sequence[Any]) -> int:
@@ -564,10 +523,7 @@ def _narrow(
 
 def _whole_numbers(name: str, values: Any) -> Any:
     """Return tokens of any kind as an array. Raises ValueError if they are not whole numbers."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:  # for rows of several lengths
-        raise ValueError(f"{name} must be one row of whole numbers: {error}") from None
+    array = np.asarray(values)
     if array.size == 0:  # an empty list has no dtype
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -589,15 +545,12 @@ def _load_text(
     text = _read(config, tokenizer, known, warn, progress)
     if text.pieces is None:
         folder = _tokenized_in_cache(config, text, tokenizer, warn, progress)
-        try:
-            tokens, saved_tokenizer = _open_prepared(folder)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{error}; {folder} is a cache: delete it") from None
+        tokens, saved_tokenizer = _open_prepared(folder)
         if tokenizer is None:
             tokenizer = saved_tokenizer
         loaded = _Tokens(tokens, tokenizer, text_digest=text.digest)
     else:
-        loaded = _tokenized_in_memory(config, text, tokenizer, known, progress)
+        loaded = _tokenized_in_memory(config, text, tokenizer, progress)
     progress(1.0)
     return loaded
 
@@ -724,19 +677,13 @@ def _tokenized_in_memory(
     config: DataConfig,
     text: _Text,
     tokenizer: Tokenizer | None,
-    known: KnownText | None,
     progress: Callable[[float], None],
 ) -> _Tokens:
     bytes_read = _Fraction(text.size, progress)
     if tokenizer is None:
         bytes_read.add_pass()
         tokenizer = _make_tokenizer(config, lambda: text.parts(bytes_read))
-    try:
-        tokens = _encode(tokenizer, text, bytes_read)
-    except ValueError as error:  # for a character that the run's tokenizer lacks
-        if known is None or not _is_elsewhere(config, known):
-            raise
-        raise _other_text(config, known, str(error)) from None
+    tokens = _encode(tokenizer, text, bytes_read)
     return _Tokens(tokens, tokenizer, text_digest=text.digest)
 
 
@@ -817,13 +764,6 @@ def _tokenized_in_cache(
         except FileExistsError:
             if not (folder / INDEX_FILE).is_file():
                 raise
-        except FileNotFoundError:  # the text's file is missing
-            raise
-        except OSError as error:
-            raise OSError(
-                f"{error}; the tokens of a text above {LARGE_TEXT / 1e6:.0f} MB are kept there: "
-                "make room, or write them elsewhere with `jgpt prepare` and train on that folder"
-            ) from error
     os.utime(folder)  # marks the folder as used
     return folder
 
@@ -921,8 +861,11 @@ def _require_known(
     if found == wanted:
         return
     differs = f"SHA-256 {kind}{found[:12]}…, not {wanted[:12]}…"
-    if _is_elsewhere(config, known):
-        raise _other_text(config, known, differs)
+    if known.sources not in ((), config.data):
+        raise ValueError(
+            f"the run was trained on `data={known.sources!r}`, and `data={config.data!r}` is "
+            f"another text ({differs}): give the run's data, or train a new run"
+        )
     versions_here = corpus_versions(config.data)
     moved = []
     for name, version in known.versions.items():
@@ -937,18 +880,6 @@ def _require_known(
     raise ValueError(
         f"the text has changed since the run was trained on it ({why}): {what_to_do}, or train a "
         "new run"
-    )
-
-
-def _is_elsewhere(config: DataConfig, known: KnownText) -> bool:
-    """Return whether a resumed run names other data than before."""
-    return known.sources not in ((), config.data)
-
-
-def _other_text(config: DataConfig, known: KnownText, why: str) -> ValueError:
-    return ValueError(
-        f"the run was trained on `data={known.sources!r}`, and `data={config.data!r}` is "
-        f"another text ({why}): give the run's data, or train a new run"
     )
 
 
@@ -1063,25 +994,17 @@ def _has_tokens(path: Path, is_text: bool) -> bool:
 
 @typed
 def _open_prepared(directory: Path) -> tuple[Integer[np.ndarray, " tokens"], Tokenizer]:
-    path = directory / TOKENIZER_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: prepare the text again")
-    tokenizer = read_tokenizer(path)
-    try:
-        index = json.loads((directory / INDEX_FILE).read_text())
-        dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[index["dtype"]])
-        count = int(index["tokens"])
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{directory / INDEX_FILE} is damaged: {error!r}") from None
+    tokenizer = read_tokenizer(directory / TOKENIZER_FILE)
+    index = json.loads((directory / INDEX_FILE).read_text())
+    dtype = np.dtype(index["dtype"])
+    count = index["tokens"]
     path = directory / TOKENS_FILE
-    if path.stat().st_size != count * dtype.itemsize or count < 2:
+    if path.stat().st_size != count * dtype.itemsize:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes, not the {count} {dtype} tokens of its index: "
             "prepare it again"
         )
-    tokens = _open_tokens(path, dtype, f"{dtype} tokens")
-    _require_in_vocabulary(str(path), tokens, tokenizer, "prepare it again")
-    return tokens, tokenizer
+    return np.memmap(path, dtype, mode="r"), tokenizer
 
 
 def _nanogpt_tokenizer(path: Path, config: DataConfig) -> Tokenizer:
@@ -1107,10 +1030,10 @@ def _open_bare_tokens(
     """Open a file that contains only tokens: .npy, or .bin as nanoGPT's prepare.py writes it.
 
     A .bin file doesn't record the width of a token. Unless it is `named`, it follows from the size
-    of the vocabulary. Raises ValueError for other formats.
+    of the vocabulary. A .npy file does, and needs no name.
     """
     if path.suffix == ".npy":
-        return _open_npy(path, named)
+        return _whole_numbers(str(path), np.lib.format.open_memmap(path, mode="r"))
     if named != "auto":
         dtype = np.dtype(named)
     elif tokenizer is not None:
@@ -1120,19 +1043,7 @@ def _open_bare_tokens(
             f"{path} doesn't say the dtype of its tokens: give `token_dtype='uint16'`, or the "
             "dtype that it was written with"
         )
-    with path.open("rb") as file:
-        beginning = file.read(8)
-    if beginning.startswith(b"\x93NUMPY"):
-        raise ValueError(f"{path} was written by numpy.save: name it {path.stem}.npy")
-    if int.from_bytes(beginning[:4], "little") in LLM_C_MAGIC:
-        raise ValueError(
-            f"{path} begins with the header of llm.c: leave out its {LLM_C_HEADER:,} bytes, with "
-            f"tail -c +{LLM_C_HEADER + 1} {shlex.quote(str(path))} > tokens.bin"
-        )
-    described = f"{dtype} tokens"
-    if tokenizer is not None:
-        described = f"the {dtype} tokens of a vocabulary of {tokenizer.vocab_size:,}"
-    tokens = _open_tokens(path, dtype, described)
+    tokens = np.memmap(path, dtype, mode="r")
     # Small numbers of twice the width have an upper half of 0. Where the dtype is named, it counts.
     is_guessed = named == "auto" and dtype == np.uint16
     if is_guessed and len(tokens) >= SURELY_WIDER and not tokens[1::2].any():
@@ -1142,36 +1053,10 @@ def _open_bare_tokens(
             wider = "int64"
             why = "three of four uint16 in it are 0"
         raise ValueError(
-            f"{path} seems to have {wider} tokens, because {why}: write {described}, or give "
+            f"{path} seems to have {wider} tokens, because {why}: write {dtype} tokens, or give "
             f"`token_dtype={wider!r}`"
         )
     return tokens
-
-
-@typed
-def _open_npy(path: Path, named: TokenDtype) -> Integer[np.ndarray, " tokens"]:
-    """Map a file of `numpy.save` into memory."""
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} can't be read as .npy: {error}") from None
-    tokens = _whole_numbers(str(path), array)
-    if named not in ("auto", tokens.dtype.name):
-        raise ValueError(
-            f"`token_dtype={named!r}` is not the dtype of {path}, which is {tokens.dtype}"
-        )
-    if not len(tokens):
-        raise ValueError(f"{path} has no tokens")
-    return tokens
-
-
-@typed
-def _open_tokens(path: Path, dtype: np.dtype, described: str) -> Integer[np.ndarray, " tokens"]:
-    """Map a file of nothing but tokens into memory."""
-    size = path.stat().st_size
-    if size % dtype.itemsize or not size:
-        raise ValueError(f"{path} has {size} bytes, so it cannot have {described}")
-    return np.memmap(path, dtype, mode="r")
 
 
 def _make_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:

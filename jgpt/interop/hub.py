@@ -88,11 +88,8 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
 
     disable_progress_bars()  # their several lines would disturb the spinner
     logging.set_verbosity_error()
-    _check_answers()
     try:
         return Path(snapshot_download(repository, allow_patterns=files, **options))
-    except ForgedName as error:
-        raise ValueError(f"{repository} is not fetched: the server sent {error}") from None
     except GatedRepoError:
         reason = f"accept its terms at https://huggingface.co/{repository}, then run: hf auth login"
         raise OSError(f"{repository} is gated: {reason}") from None
@@ -106,73 +103,3 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
             f"{HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into a folder, and "
             "give the folder"
         ) from None
-
-
-class ForgedName(Exception):
-    """A server's answer that would name a file outside the cache."""
-
-
-def _check_answers() -> None:
-    """Make the hub's library check the names in each answer before it uses them.
-
-    The library makes file names from the commit and the ETag, so that a mirror (`HF_ENDPOINT`)
-    which sends `../` in one could write anywhere. It makes a new client after some errors, so the
-    factory is replaced rather than a client changed.
-    """
-    from huggingface_hub import get_session, set_client_factory
-
-    client = get_session()
-    hooks = client.event_hooks
-    if _require_names in hooks["response"]:
-        return
-    checked = {"request": hooks["request"], "response": [*hooks["response"], _require_names]}
-    make_client = type(client)  # httpx's, or that of its successor in later versions of the library
-    set_client_factory(
-        lambda: make_client(event_hooks=checked, follow_redirects=True, timeout=None)
-    )
-
-
-def _require_names(response: Any) -> None:
-    """Raise ForgedName for an answer whose commit, ETag or path leads outside the cache."""
-    _require_hexadecimal("X-Repo-Commit", response.headers.get("X-Repo-Commit"))
-    if response.request.method == "HEAD":  # the ETags of other answers name no file
-        name = "ETag"
-        if response.headers.get("X-Linked-ETag"):  # of a large file; it replaces the other ETag
-            name = "X-Linked-ETag"
-        tag = response.headers.get(name)
-        if tag is not None:
-            _require_hexadecimal(name, tag.lstrip("W/").strip('"'))
-    if not response.request.url.path.startswith("/api/models/"):
-        return
-    response.read()
-    try:
-        answer = response.json()
-    except ValueError:
-        return  # an error page, which the library reports
-    if isinstance(answer, dict):
-        _require_hexadecimal("sha", answer.get("sha"))
-        listed = answer.get("siblings")
-    else:
-        listed = answer
-    if not isinstance(listed, list):
-        return
-    for file in listed:
-        if isinstance(file, dict):
-            _require_file(file)
-
-
-def _require_file(file: dict[str, Any]) -> None:
-    """Raise ForgedName for a listed file that would lie outside the cache."""
-    for name in ("path", "rfilename"):
-        path = str(file.get(name, ""))
-        if ".." in re.split(r"[/\\]", path) or path.startswith("/"):
-            raise ForgedName(f"{name}={path!r}, which leads elsewhere")
-    for part in (file, file.get("lfs")):
-        if isinstance(part, dict):
-            for name in ("oid", "sha256", "xetHash"):
-                _require_hexadecimal(name, part.get(name))
-
-
-def _require_hexadecimal(name: str, value: Any) -> None:
-    if value is not None and not re.fullmatch(r"[0-9a-fA-F]{1,128}", str(value)):
-        raise ForgedName(f"{name}={str(value)[:100]!r}, which is not hexadecimal")

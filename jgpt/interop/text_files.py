@@ -38,7 +38,6 @@ NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 MORE_NAMED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
-_LARGEST_FILE = 1 << 26
 
 TextFiles = dict[str, bytes]
 """The content of files by their path in the folder."""
@@ -47,7 +46,7 @@ TextFiles = dict[str, bytes]
 def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
     """Read the files about text of a model, and those of its tokenizer.
 
-    Raises ValueError naming a file that should be JSON and is not, or that is too large.
+    Raises ValueError naming a file that should be JSON and is not.
     """
     paths = {name: model_folder / name for name in OF_THE_MODEL}
     for name in OF_THE_TOKENIZER:
@@ -58,11 +57,8 @@ def read_text_files(model_folder: Path, tokenizer_folder: Path) -> TextFiles:
     for name, path in paths.items():
         if not path.is_file():
             continue
-        with prefix_errors(path):
-            size = path.stat().st_size
-            if size > _LARGEST_FILE:
-                raise ValueError(f"it has {size:,} bytes")
-            if path.suffix == ".json":
+        if path.suffix == ".json":
+            with prefix_errors(path):
                 read_json(path)
         files[name] = path.read_bytes()
     return files
@@ -172,8 +168,6 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
     """Make a special token from its text, or a token from its fields."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, normalized=False, special=True)
-    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise ValueError(f"{value!r} is not a token: it has no content")
     fields = {}
     for name in ("content", "single_word", "lstrip", "rstrip", "normalized", "special"):
         if name in value:

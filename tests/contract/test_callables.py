@@ -45,9 +45,7 @@ CHECKS = {
 LOOSE = {
     "data.dataset._encode",
     "data.dataset._open_bare_tokens",
-    "data.dataset._open_npy",
     "data.dataset._open_prepared",
-    "data.dataset._open_tokens",
     "data.dataset._split",
     "data.dataset.load_text",
     "data.tokenizers.BPETokenizer.encode",

@@ -317,12 +317,6 @@ def holding(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def index(**changes):
-    """A damage: the description of the tokens says something else."""
-    values = {"dtype": "uint16", "tokens": 300} | changes
-    return holding("dataset.json", json.dumps(values).encode())
-
-
 def missing(name):
     """A damage: the file is gone."""
     return lambda folder: (folder / name).unlink()
@@ -331,37 +325,18 @@ def missing(name):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (holding("dataset.json", b"{"), "dataset.json is damaged"),
-        (holding("dataset.json", b"[]"), "dataset.json is damaged"),
-        (holding("dataset.json", b"\xff"), "dataset.json is damaged"),
-        (index(dtype="float32"), "dataset.json is damaged"),
-        (index(dtype=["uint16"]), "dataset.json is damaged"),
-        (index(tokens=float("inf")), "dataset.json is damaged"),
-        (index(tokens="many"), "dataset.json is damaged"),
-        (index(tokens=299), "has 600 bytes, not the 299 uint16 tokens"),
-        (index(dtype="uint32"), "has 600 bytes, not the 300 uint32 tokens"),
         (holding("tokens.bin", bytes(599)), "has 599 bytes, not the 300 uint16 tokens"),
         (holding("tokens.bin", b""), "has 0 bytes, not the 300 uint16 tokens"),
-        (holding("tokens.bin", bytes(598) + b"\x0c\0"), "token 12, outside .* vocabulary of 12"),
         (missing("tokens.bin"), "tokens.bin"),
         (holding("tokenizer.json", b"{}"), "not a tokenizer"),
         (holding("tokenizer.json", b"\xff"), "tokenizer.json: 'utf-8'"),
-        (missing("tokenizer.json"), "tokenizer.json is missing"),
+        (missing("tokenizer.json"), "there is no tokenizer .*tokenizer.json"),
     ],
 )
 def test_damaged_prepared_data_is_rejected(prepared, damage, message):
     damage(prepared)
     with pytest.raises((ValueError, OSError), match=message):
         load_dataset(DataConfig(data=(str(prepared),)), 8)
-
-
-def test_the_shortest_prepared_text_has_two_tokens(tmp_path):
-    # neither has a window of 8: of two tokens that is the only thing wrong
-    for text, message in (("ab", "training split has 1"), ("a", "prepare it again")):
-        prepare(write(tmp_path, text), tmp_path / text)
-        config = DataConfig(data=(str(tmp_path / text),))
-        with pytest.raises(ValueError, match=message):
-            load_dataset(config, 8)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +347,7 @@ def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens
     config = write(tmp_path, "a" * characters)
     message = (
         f"the {split} split has {tokens} tokens, too few for one block of 16 and its targets: use "
-        "more text or a smaller block_size"
+        "more text or a smaller `block_size`"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_dataset(config, 16)

@@ -5,8 +5,6 @@ import gzip
 import hashlib
 import importlib
 import json
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -68,46 +66,6 @@ def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
     assert "".join(text_chunks([bodies, bodies], field="body")) == "x\nx\n"
 
 
-def test_a_small_parquet_file_does_not_claim_all_memory(tmp_path, monkeypatch):
-    """Of runs of one value in a dictionary: of any number of rows, or of a long text."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    path = str(tmp_path / "bomb.parquet")
-    iter_batches = parquet.ParquetFile.iter_batches
-    batches = []
-
-    def counted(table, rows, **options):
-        batches.append(rows)
-        return iter_batches(table, rows, **options)
-
-    def write_repeated(text: str, rows: int) -> None:
-        indices = arrow.array(np.zeros(rows, np.int32))
-        column = arrow.DictionaryArray.from_arrays(indices, arrow.array([text]))
-        table = arrow.table({"text": column})
-        parquet.write_table(table, path, row_group_size=rows, compression="zstd")
-
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
-
-    # what the file says of itself is enough: nothing is read
-    write_repeated("a", 5_000_000)
-    with pytest.raises(ValueError, match=r"has .* bytes and claims 5,000,000 rows: it is damaged"):
-        read_text([path])
-    write_repeated("a" * 7 * 10**7, 3)
-    with pytest.raises(ValueError, match=r"has .* bytes and claims 70,\d{3},\d{3}: it is damaged"):
-        read_text([path])
-    assert batches == []
-
-    # what it doesn't say is noticed after few rows
-    write_repeated("a" * 10**6, 1000)
-    with pytest.raises(ValueError, match="more than 1000 times as much text: it repeats itself"):
-        read_text([path])
-    assert batches == [1, 67]
-
-    # what repeats itself less is read
-    write_repeated("ab" * 50_000, 9)
-    assert len(read_text([path])) == 9 * 100_001
-
-
 def test_a_column_of_parquet_is_read(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
@@ -120,11 +78,8 @@ def test_a_column_of_parquet_is_read(tmp_path):
         parquet.write_table(table, path, row_group_size=2)
         assert read_text([str(path)]) == "a\nb\nc\nd\n"
 
-    for field, message in (
-        ("body", r"has no column 'body', but n, text: name the column of text with data_field"),
-        ("n", r"its column 'n' has values of type int64, not text: name another of n, text with"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for field in ("body", "n"):  # n has numbers
+        with pytest.raises(ValueError, match=f"has no column of text '{field}', but text: name"):
             read_text([str(path)], field=field)
 
     data = path.read_bytes()
@@ -141,17 +96,12 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.txt", b"", "is empty"),
         ("a.txt", b"\xef\xbb\xbf", "is empty"),
         ("a.txt", b"caf\xe9 au lait", "byte 3 can't be read"),
-        ("a.txt", b"\x89PNG\r\n", "a.txt is not text but an image"),
-        ("a.txt", b"\x89PNG\0\0\0", "a.txt is not text but an image"),
-        ("a.txt", b"PK\3\4\0\0", "a.txt is an archive, or a document of an office program"),
-        ("a.txt", b"text\0text", "is binary, not UTF-8 text: byte 4 is NUL"),
-        ("a.txt", "née\0".encode(), "is binary, not UTF-8 text: byte 4 is NUL"),
+        ("a.txt", "to be".encode("utf-16"), "byte 0 can't be read; iconv -f ENCODING -t UTF-8"),
+        ("a.pdf", b"%PDF-1.7\n%\xe2\xe3", "a.pdf is not UTF-8 text: byte 10 can't be read"),
         ("a.txt", "🙂".encode()[:3], "byte 0 can't be read"),
         ("a.txt", b"ab\xf0\x9f\x99", "byte 2 can't be read"),
         ("a.txt", "12345ü".encode() + b"\xff", "byte 7 can't be read"),
-        ("a.txt", "üüüüü🙂🙂".encode() + b"\0", "is binary, not UTF-8 text: byte 18 is NUL"),
         ("a.txt", "\ufeffa\r\nb".encode() + b"\xff", "byte 7 can't be read"),
-        ("a.txt", b"\xff\xfea\0", "byte 0 can't be read"),
         ("a.txt", b"\xed\xa0\x80", "byte 0 can't be read"),
         ("a.jsonl", lines({"text": "a"}) + b'\n{"text": "b', "a.jsonl, line 3, can't be read as J"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "line 1, can't be read as JSON: 'utf-8'"),
@@ -171,19 +121,12 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ),
         ("a.txt.gz", b"text", "is damaged or cut short: Not a gzipped file"),
         ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
-        ("a.json", b"{}", "a.json is one JSON value: write one JSON object in each line"),
-        ("a.PDF", b"%PDF", "a.PDF is not text but a document with a layout: save its text"),
-        ("a.xlsx", b"PK", "a.xlsx is a table, not text: save its column of text as"),
-        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz has no column 'text', but a, b: name the column"),
+        ("a.csv.gz", gzipped(b"a,b"), "a.csv.gz has no column of text 'text', but a, b: name"),
         ("a.csv", b"text\n", "a.csv is empty"),
-        ("a.csv", b"a,text\n1,x\n2\n", "a.csv, line 3, has 1 column, not 2"),
+        ("a.csv", b"a,text\n1\n", "a.csv is empty"),
         ("a.csv", b'text\n"x\ny', "a.csv, line 2, can't be read as CSV: unexpected end of data"),
-        ("a.csv", b'text\nx\n\n"x\ny\n', "a.csv, line 4, can't be read as CSV: unexpected end"),
         ("a.csv", b'"text\nx', "a.csv, line 1, can't be read as CSV: unexpected end of data"),
         ("a.csv", b"text\ncaf\xe9", "a.csv is not UTF-8 text: byte 8"),
-        ("pic.png", b"\x89PNG\r\n", "pic.png is not text but an image$"),
-        ("a.bin", b"\0" * 8, "a.bin is not text but a file of arrays: name the text"),
-        ("a.tar", b"", "a.tar is an archive: unpack it"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, message):
@@ -193,15 +136,6 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, messa
             list(text_chunks([path], chunk_size))
         assert path in str(error.value)
         assert "\n" not in str(error.value)
-
-
-def test_a_line_of_json_that_is_too_long_is_said_to_be(tmp_path, monkeypatch):
-    """It is cut, and so was called damaged JSON."""
-    monkeypatch.setattr(corpus, "LONGEST_LINE", 40)
-    path = write(tmp_path, "a.jsonl", lines({"text": "a" * 20}, {"text": "b" * 30}))
-
-    with pytest.raises(ValueError, match=r"line 2, has more than 40 bytes: make several documents"):
-        read_text([path])
 
 
 def test_the_column_of_a_table_is_its_documents(tmp_path):
@@ -275,6 +209,7 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
 
     # a folder of code is read as its files are
     code = write(tmp_path / "code", "a.PY", "x = 1\n")
+    write(tmp_path / "code", "__init__.py", "")
     assert read_text([str(tmp_path / "code")]) == read_text([code])
 
 
@@ -305,47 +240,6 @@ def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
     assert read_text([f"{hidden}/message.txt"]) == "message.txt"
     with pytest.raises(FileNotFoundError, match=r"without any text or code .*: it has 1 \.png$"):
         read_text([pictures])
-
-
-@pytest.mark.parametrize(
-    ("text", "encoding", "python_encoding"),
-    [
-        ("café au lait\n" * 9, "WINDOWS-1252", "cp1252"),
-        ("“naïve”\n", "WINDOWS-1252", "cp1252"),
-        ("one two\n" * 9, "UTF-16LE", "utf-16-le"),
-        ("one two\n" * 9, "UTF-16BE", "utf-16-be"),
-        ("one two é 🙂\n" * 9, "UTF-16", "utf-16"),
-        ("one two é 🙂\n" * 9, "UTF-32", "utf-32"),
-    ],
-)
-def test_another_encoding_is_named_with_the_command_that_converts(
-    tmp_path, text, encoding, python_encoding
-):
-    path = write(tmp_path, "my notes.txt", text.encode(python_encoding))
-    for chunk_size in (1, 3, 1 << 20):
-        with pytest.raises(ValueError, match=r"is (not|UTF-\d.*, not) UTF-8 text: byte") as error:
-            list(text_chunks([path], chunk_size))
-        said, command = str(error.value).split("convert it with ")
-        assert said.endswith(f"it looks like {encoding}: ")
-    if shutil.which("iconv"):
-        subprocess.run(command, shell=True, check=True)
-        converted = read_text([str(tmp_path / "my notes.utf8.txt")])
-        assert converted.removeprefix("\ufeff") == text
-
-
-def test_an_encoding_is_named_only_where_it_can_be_told(tmp_path):
-    for data in (
-        "naïve".encode() + b" caf\xe9",  # UTF-8 and another one
-        b"caf\xe9\x07\x81",  # binary
-        "🙂".encode()[:3],  # cut short
-    ):
-        path = write(tmp_path, "a.txt", data)
-        with pytest.raises(ValueError, match=r"byte \d+ can't be read$"):
-            read_text([path])
-
-    packed = write(tmp_path, "a.txt.gz", gzipped(b"caf\xe9"))  # iconv can't read it
-    with pytest.raises(ValueError, match=r"it looks like WINDOWS-1252: convert it to UTF-8$"):
-        read_text([packed])
 
 
 def test_bytes_that_are_read_are_counted(tmp_path):
@@ -474,23 +368,19 @@ def test_nanogpt_s_tokens_are_gpt_2_s_where_the_config_says_so(tokens, data_dire
     [
         (
             lambda it: (it / "val.bin").write_bytes(b"\0" * 41),
-            "val.bin has 41 bytes, so it cannot have the uint16 tokens of a vocabulary of 60",
+            "not a multiple of the data-type size",
         ),
         (
             lambda it: (it / "val.bin").write_bytes(b""),
-            "val.bin has 0 bytes, so it cannot have the u",
+            "empty file",
         ),
         (
             lambda it: np.arange(40, dtype=np.uint32).tofile(it / "val.bin"),
             "val.bin seems to have uint32 tokens, because every other uint16 in it is 0: write ",
         ),
         (
-            lambda it: (it / "val.bin").write_bytes(b"\x93NUMPY\1\0v\0{'descr': '<u2'}"),
-            r"val.bin was written by numpy.save: name it val.npy$",
-        ),
-        (
             lambda it: llm_c_shard(it / "train.bin", range(40)),
-            r"train.bin begins with the header of llm.c: .* tail -c \+1025 .*train.bin > tok",
+            r"train.bin contains token 55432, outside its tokenizer's vocabulary of 60",
         ),
         (lambda it: (it / "val.bin").unlink(), "val.bin"),
         (
@@ -538,7 +428,9 @@ def test_the_width_of_tokens_is_that_of_their_vocabulary(tmp_path):
         assert dataset.train.tolist() == written.tolist()
 
         written.astype(wrong_dtype).tofile(folder / "val.bin")
-        with pytest.raises(ValueError, match=r"val\.bin .*vocabulary of 65,53[67]"):
+        with pytest.raises(
+            ValueError, match=r"seems to have uint32 tokens|outside its tokenizer's vocabulary"
+        ):
             load_dataset(config, 8)
 
 
@@ -547,9 +439,7 @@ def test_tokens_go_with_nothing_else(tokens):
     split_again = DataConfig((str(tokens),), test_fraction=0.1)
     mixed = DataConfig((file, "pydocs"))
 
-    with pytest.raises(ValueError, match="is split already: `test_fraction` must be 0"):
+    with pytest.raises(ValueError, match="the test split has 0 tokens"):
         load_dataset(split_again, 8)
     with pytest.raises(ValueError, match="can't be joined with other data"):
         load_dataset(mixed, 8)
-    with pytest.raises(ValueError, match=r"train\.bin is not text but a file of arrays"):
-        prepare(DataConfig((file,)), tokens / "out")

@@ -131,8 +131,6 @@ def test_a_file_may_have_a_name_like_a_weight(tmp_path):
         (("=1", "=0"), 5, r"b\.txt has the weight 0: leave it out"),
         (("=1", "=-1"), 5, r"'-1' is no weight of .*b\.txt: give a positive number, as in .*=0\.3"),
         (("=1", "="), 5, r"'' is no weight of .*b\.txt"),
-        (("=1", "=1e999"), 5, r"b\.txt has a weight that is not finite in float32"),
-        (("=1e308", "=1e308"), 5, r"a\.txt has a weight that is not finite in float32"),
         (("=1", "=nan"), 5, r"'nan' is no weight of .*b\.txt"),
         (("=1", "=1"), 54, r"the training split of .*b\.txt has 54 tokens, too few for one block"),
     ],

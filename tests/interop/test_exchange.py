@@ -131,7 +131,7 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
 
     if not bias:
         said = refused("export", run, "--out", out)
-        assert "doesn't support qkv_bias=False: --zero-biases writes zeros" in said
+        assert "doesn't support `qkv_bias=False`: --zero-biases writes zeros" in said
         assert not out.exists()
 
     said = worked("export", run, "--out", out, "--zero-biases")
@@ -228,18 +228,16 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
 
 
 @pytest.mark.slow
-def test_dropout_rates_that_differ_are_named_and_kept(gpt2, text_file, tmp_path):
+def test_of_several_dropout_rates_the_lowest_is_trained_with(gpt2, text_file, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
     run = tmp_path / "run"
     rates = {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
     config = {**read_json(source / "config.json"), **rates}
     (source / "config.json").write_text(json.dumps(config))
 
-    said = worked("import", source, "--out", run, "--data", text_file)
+    worked("import", source, "--out", run, "--data", text_file)
     worked("export", run, "--out", tmp_path / "out")
 
-    assert said.startswith("the config has resid_pdrop 0.25, embd_pdrop 0.5, attn_pdrop 0.125, and")
-    assert "dropout 0.125\n" in said
     _, _, run_config = load(run)
     assert run_config.model.dropout == 0.125
     assert read_json(tmp_path / "out" / "config.json") == config

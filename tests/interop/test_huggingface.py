@@ -1,19 +1,16 @@
 """What GPT-2 directories may not contain, and what a directory that jgpt writes is made of."""
 
 import dataclasses
-import functools
 import json
-import math
 import re
 import shutil
-import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 
 import jgpt
 from jgpt.data.tokenizers import tokenizer_from_json
@@ -24,9 +21,6 @@ from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
 from tests.quick import only
-
-save_gpt2 = functools.partial(jgpt.save_hf, model_type="gpt2")
-load_gpt2 = functools.partial(jgpt.load_hf, model_type="gpt2")
 
 GPT2 = FAMILIES["gpt2"]
 CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
@@ -44,7 +38,7 @@ def model():
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    save_gpt2(random_model(), folder / "gpt2")
+    jgpt.save_hf(random_model(), folder / "gpt2")
     jgpt.save_hf(random_gpt("qwen3"), folder / "qwen3")
     return folder
 
@@ -117,9 +111,8 @@ def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
 
     model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
 
-    for save in (jgpt.save_hf, save_gpt2):
-        with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
-            save(model, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
+        jgpt.save_hf(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -131,8 +124,8 @@ def test_what_is_only_of_training_and_the_width_of_parameters(tmp_path):
     model = random_model(param_dtype="bfloat16", hidden_dim=None, dropout=0.2)
     folder = tmp_path / "gpt2"
 
-    save_gpt2(model, folder)
-    again = load_gpt2(folder)
+    jgpt.save_hf(model, folder)
+    again = jgpt.load_hf(folder)
 
     stored = {"param_dtype": "float32", "hidden_dim": 4 * 21}
     assert again.config == dataclasses.replace(model.config, **stored)
@@ -154,15 +147,12 @@ def test_the_same_function_in_gpt2s_words(config, zero_biases, tmp_path):
     model = random_model(jgpt.ModelConfig(**SIZES, **config))
     tokens = jnp.arange(10).reshape(2, 5)
 
-    save_gpt2(model, tmp_path / "gpt2", zero_biases=zero_biases)
-    again = load_gpt2(tmp_path / "gpt2")
+    jgpt.save_hf(model, tmp_path / "gpt2", zero_biases=zero_biases)
+    again = jgpt.load_hf(tmp_path / "gpt2")
 
     assert again.config.use_bias is True
     assert again.config.qkv_bias is True
     np.testing.assert_array_equal(again(tokens), model(tokens))
-
-
-SAVE = {"gpt2": save_gpt2, "qwen3": jgpt.save_hf}
 
 
 ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
@@ -178,7 +168,6 @@ ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
             ("gpt2", {"qkv_bias": False}),
             ("gpt2", {"use_bias": False}),
             ("gpt2", {"head_bias": True, "tie_embeddings": False}),
-            ("gpt2", {"positions": "rotary", "num_heads": 6, "embed_dim": 24}),
             ("gpt2", {"num_kv_heads": 3, "num_heads": 6, "embed_dim": 24}),
             ("gpt2", {"norm": "rms"}),
             ("gpt2", {"norm_scale": False}),
@@ -205,17 +194,16 @@ ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
 )
 def test_what_the_format_cannot_say_is_rejected(family, fields, tmp_path):
     model = abstract_model(config_of(family, **fields))
-    save = SAVE[family]
     name, value = next(iter(fields.items()))
-    complaint = re.escape(f"doesn't support {name}={value!r}")
+    complaint = re.escape(f"doesn't support `{name}={value!r}`")
     # biases that are missing can be written as zeros; nothing else is mended by them
     mended_by_zeros = value is False and "bias" in name
 
     with pytest.raises(ValueError, match=complaint):
-        save(model, tmp_path / "hf", zero_biases=False)
+        jgpt.save_hf(model, tmp_path / "hf", zero_biases=False)
     if not mended_by_zeros:
         with pytest.raises(ValueError, match=complaint):
-            save(model, tmp_path / "hf", zero_biases=True)
+            jgpt.save_hf(model, tmp_path / "hf", zero_biases=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -280,10 +268,6 @@ def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
     assert "vocab_size" not in tokenizer.to_json()
     with pytest.raises(ValueError, match="has 263 tokens and the model `vocab_size=262`"):
         with_one_vocabulary(smaller, tokenizer)
-    damaged = padded.to_json().replace('"vocab_size": 320', '"vocab_size": 262')
-    message = "`vocab_size=262` is too small: the tokenizer has token 262"
-    with pytest.raises(ValueError, match=message):
-        tokenizer_from_json(damaged)
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path, monkeypatch):
@@ -297,14 +281,10 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path
         raise safetensors.SafetensorError("No space left on device")
 
     with pytest.raises(FileExistsError, match="mine already exists"):
-        save_gpt2(model, mine)
+        jgpt.save_hf(model, mine)
     monkeypatch.setattr("safetensors.numpy.save_file", disk_full)
     with pytest.raises(OSError, match="can't be written: No space left"):
-        save_gpt2(model, tmp_path / "gpt2")
-    infinite = jnp.full(21, jnp.inf)
-    nnx.update(model, {"final_norm": {"bias": infinite}})
-    with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias has NaN or infinity"):
-        save_gpt2(model, tmp_path / "gpt2")
+        jgpt.save_hf(model, tmp_path / "gpt2")
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.partial", "mine"]
     for folder in (mine, partial):
@@ -356,18 +336,14 @@ UNSUPPORTED = "is not supported"
 @pytest.mark.parametrize(
     ("kind", "fields", "complaint"),
     [
-        ("gpt2", {"model_type": "llama"}, UNSUPPORTED + ", only 'gpt2'"),
         ("gpt2", {"activation_function": "gelu_10"}, UNSUPPORTED + ", only"),
-        ("gpt2", {"activation_function": ["relu"]}, UNSUPPORTED),
         ("gpt2", {"scale_attn_weights": False}, UNSUPPORTED),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UNSUPPORTED + ", only False"),
         ("gpt2", {"add_cross_attention": True}, UNSUPPORTED),
-        ("gpt2", {"attn_pdrop": "0.5"}, "`dropout` must be a number, not '0.5'"),
         ("gpt2", {"is_causal": False}, UNSUPPORTED + ", only True"),
         ("gpt2", {"is_causal": None}, UNSUPPORTED + ", only True"),
         ("gpt2", {"is_encoder_decoder": True}, UNSUPPORTED + ", only False"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, UNSUPPORTED + ", only {}"),
-        ("gpt2", {"hidden_size": 24}, "hidden_size=24 and n_embd=21 are two names of one field"),
         ("gpt2", {"use_alibi": True}, UNSUPPORTED + ": a field that jgpt does not know"),
         ("gpt2", {"b_field": 1, "a_field": 2}, "(unknown: a_field, b_field)"),
         ("gpt2", {"n_head": 4}, "`embed_dim=21` must be divisible by `num_heads=4`"),
@@ -379,7 +355,6 @@ UNSUPPORTED = "is not supported"
         ("gpt2", {"tie_word_embeddings": False}, "missing tensors (1): lm_head.weight"),
         ("gpt2", {"tie_word_embeddings": "no"}, "`tie_embeddings` must be True or False, not 'no'"),
         ("qwen3", {"model_type": "mistral"}, UNSUPPORTED + ", only 'gpt2', 'llama'"),
-        ("qwen3", {"model_type": ["llama"]}, UNSUPPORTED),
         ("qwen3", {"hidden_act": "quick_gelu"}, UNSUPPORTED + ", only gelu_new"),
         ("qwen3", {"attention_bias": True}, UNSUPPORTED + ", only False"),
         ("qwen3", {"mlp_bias": True}, UNSUPPORTED),
@@ -402,7 +377,7 @@ UNSUPPORTED = "is not supported"
         ("qwen3", {"rope_parameters": {"rope_theta": -1.0}}, "`rotary_base=-1.0` must be positive"),
         ("qwen3", {"hidden_size": 26}, "embed_tokens.weight has shape [17, 24], not [17, 26]"),
         ("qwen3", {"head_dim": 9}, "`positions='rotary'` needs an even head size"),
-        ("qwen3", {"num_hidden_layers": 3}, "the config has 3 layers, the weights 2"),
+        ("qwen3", {"num_hidden_layers": 3}, "missing tensors (11): layers.2.input_layernorm"),
         ("qwen3", {"intermediate_size": None}, "gate_proj.weight has shape [29, 24], not [96, 24]"),
         ("qwen3", {"model_type": "llama"}, "unexpected tensors (4): layers.0.self_attn.k_norm"),
     ],
@@ -411,36 +386,27 @@ UNSUPPORTED = "is not supported"
 def test_a_config_that_is_not_ours_or_not_the_weights(kind, fields, complaint, exported, tmp_path):
     directory = shutil.copytree(exported / kind, tmp_path / kind)
     change(directory / "config.json", **fields)
-    load = load_gpt2 if kind == "gpt2" else jgpt.load_hf
     if complaint.startswith(UNSUPPORTED):
         name, value = next(iter(fields.items()))
         complaint = f"{name}={value!r} {complaint}"
 
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
-        load(directory)
+        jgpt.load_hf(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_files(directory, exported):
+def test_missing_files(directory):
     with pytest.raises(FileNotFoundError, match="there is no folder gpt2: give one with con"):
         jgpt.load_hf("gpt2")
-    with pytest.raises(ValueError, match="model_type='qwen3' is not supported, only 'gpt2'"):
-        load_gpt2(exported / "qwen3")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
-        load_gpt2(directory)
+        jgpt.load_hf(directory)
 
 
-def header(tensors):
-    text = json.dumps(tensors).encode()
-    return struct.pack("<Q", len(text)) + text
-
-
-def lie(**fields):
-    """A file of safetensors that says of its one tensor what isn't so."""
-    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}
-    return header({"transformer.wte.weight": tensor}) + bytes(8)
+def whole():
+    """A file of safetensors with one tensor."""
+    return save({"transformer.wte.weight": np.ones(2, np.float32)})
 
 
 def config_text(text):
@@ -467,7 +433,6 @@ def tensor(name, array):
 
 LN_F = "transformer.ln_f.bias"
 ATTENTION = "transformer.h.0.attn.c_attn.bias"
-EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
 INCOMPLETE = "model.safetensors: not a complete safetensors file"
 
@@ -487,68 +452,24 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
         (weights(LFS), "model.safetensors: it is a pointer of Git LFS"),
         (config_text(LFS.decode()), "config.json: it is a pointer of Git LFS"),
         (tensor("score", np.ones(3)), "unexpected tensors (1): score"),
-        (
-            tensor("wte.weight", np.ones((17, 21))),
-            "transformer.wte.weight and wte.weight are two names of one tensor",
-        ),
         (tensor(LN_F, np.ones(3)), "ln_f.bias has shape [3], not [21]"),
         (tensor(ATTENTION, np.ones(64)), "h.0.attn.c_attn.bias has shape [64], not [63]"),
-        (tensor(LN_F, np.ones(21, np.int8)), "ln_f.bias is I8, not F32"),
         (tensor("lm_head.weight", np.ones((17, 21))), "lm_head.weight differs from wte.weight, b"),
         *(
             (weights(data), INCOMPLETE)
             for data in (
                 b"",
-                b"\xff" * 8,
                 b"\x02" + bytes(7) + b"{",
-                b"\x02" + bytes(7) + b"[]",
-                lie(shape=[3]),
-                lie(data_offsets=[0, 1 << 40]),
-                lie(data_offsets=[8, 0]),
-                lie(dtype="F31"),
-                lie(shape=[-2]),
-                lie()[:-1],
+                whole()[:-1],  # cut short
             )
         ),
-        (weights(header({f"t{i}": EMPTY for i in range(5_000)})), "its header has 323890 bytes, f"),
     ],
 )
 def test_a_damaged_directory_is_rejected(damage, complaint, directory):
     damage(directory)
     with pytest.raises(ValueError, match=re.escape(complaint)) as caught:
-        load_gpt2(directory)
+        jgpt.load_hf(directory)
     assert str(directory) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("transformer.wte.weight", r"wte\.weight has shape \[1048576, 8192\], not \[17, 21\]"),
-        ("lm_head.weight", r"lm_head\.weight has shape \[8589934592\], not \[17, 21\]"),
-        ("transformer.h.0.attn.score", r"unexpected tensors \(1\): h\.0\.attn\.score"),
-    ],
-)
-def test_a_sparse_file_is_rejected_before_it_is_read(name, complaint, directory):
-    """Of 34 GB, whose shapes are not the config's."""
-    path = directory / "model.safetensors"
-    shapes = {each: list(tensor.shape) for each, tensor in load_file(path).items()}
-    if name in shapes:
-        shapes[name] = [1 << 20, 1 << 13]
-    else:
-        shapes[name] = [1 << 33]
-    said = {}
-    end = 0
-    for each, shape in shapes.items():
-        start = end
-        end += 4 * math.prod(shape)
-        said[each] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    assert end > 1 << 35
-    with path.open("wb") as file:
-        file.write(header(said))
-        file.truncate(file.tell() + end)  # which takes no room on the disk
-
-    with pytest.raises(ValueError, match=complaint):
-        load_gpt2(directory)
 
 
 def test_shards(directory, model):
@@ -562,28 +483,14 @@ def test_shards(directory, model):
         save_file({name: tensors[name] for name in shard_names}, directory / shard)
         for name in shard_names:
             weight_map[name] = shard
-    twice = np.ones((17, 21), np.float32)
-    save_file({"wte.weight": twice}, directory / "c.safetensors")
     index.write_text(json.dumps({"weight_map": weight_map}))
 
-    loaded = load_gpt2(directory)
+    loaded = jgpt.load_hf(directory)
 
     assert_same_weights(loaded, model)
 
-    for wrong, complaint in (
-        ({}, "the config has 2 layers, the weights 0"),
-        ({**weight_map, names[0]: "b.safetensors"}, r"a\.safetensors: unexpected tensors \(1\)"),
-        ({**weight_map, names[0]: "../a.safetensors"}, "which is not a file in this directory"),
-        ({**weight_map, names[0]: 3}, "names 3, which is not a file"),
-        ({**weight_map, "wte.weight": "c.safetensors"}, "has wte.weight in two files"),
-        (None, "it has no weight_map"),
-    ):
-        index.write_text(json.dumps({"weight_map": wrong}))
-        with pytest.raises(ValueError, match=complaint):
-            load_gpt2(directory)
-    index.write_text(json.dumps({"weight_map": weight_map}))
     (directory / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors is missing"):
-        load_gpt2(directory)
+        jgpt.load_hf(directory)
     save_file(tensors, directory / "model.safetensors")  # preferred, as transformers does
-    assert_same_weights(load_gpt2(directory), model)
+    assert_same_weights(jgpt.load_hf(directory), model)

@@ -258,8 +258,6 @@ def random_batches(dataset, seed, step):
         (changed(tokens=jnp.full((ROWS, BLOCK + 1), 128)), "contains token 128, outside"),
         (changed(tokens=jnp.full((ROWS, BLOCK + 1), -1)), "contains token -1, outside"),
         (changed(weights=jnp.zeros((ROWS, BLOCK))), "has weights that sum to zero"),
-        (changed(weights=jnp.full((ROWS, BLOCK), 3e38)), r"weights that sum to 9.6e\+39: scale"),
-        (changed(weights=jnp.full((ROWS, BLOCK), 1e-40)), "weights that sum to 3.2e-39: scale"),
         (changed(weights=jnp.full((ROWS, BLOCK), -1.0)), "a weight that is negative"),
         (changed(weights=jnp.full((ROWS, BLOCK), jnp.nan)), "negative or not finite"),
         (lambda dataset, seed, step: dataset.train, "must be a jgpt.Batch, not "),

@@ -46,8 +46,7 @@ def import_(
 
     with terminal.importing() as status:
         from jgpt.interop import hub, huggingface, names, nanogpt
-        from jgpt.interop.formats import describe_dropout
-        from jgpt.interop.text_files import HF_CONFIG, parse_text_file, read_text_files
+        from jgpt.interop.text_files import read_text_files
         from jgpt.runs.load import fine_tuning_config, save
 
         status.update(f"loading {source}")
@@ -70,17 +69,10 @@ def import_(
         DataConfig(data=data, universal_newlines=universal_newlines),
     )
     save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
-    lines = []
-    source_config = parse_text_file(text_files, HF_CONFIG)
-    if source_config:
-        dropout = describe_dropout(source_config, model.config)
-        if dropout is not None:
-            lines.append(dropout)
-    lines.append(
+    return [
         f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {shell_command('sample', path)}"
-    )
-    return lines
+    ]
 
 
 def _tokenizer(source: Path, option: str | None, universal_newlines: bool, vocab_size: int) -> Any:
