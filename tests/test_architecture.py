@@ -31,7 +31,6 @@ MAY_IMPORT_EACH_OTHER = LAYERS[0]
 SHAPES = (
     "describe",
     "matching",
-    "memo",
     "calls",
     "contract",
     "capture",

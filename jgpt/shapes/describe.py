@@ -66,6 +66,10 @@ def describe_annotation(hint: Any) -> str:
     """Return an annotation as written in source, without module names."""
     if hint is types.NoneType:
         return "None"
+    if isinstance(hint, TypeVar) and hint.__constraints__:  # its text is `~Texts`
+        return " | ".join(map(describe_annotation, hint.__constraints__))
+    if isinstance(hint, TypeVar) and hint.__bound__ is not None:
+        return describe_annotation(hint.__bound__)
     text = str(hint)
     if isinstance(hint, type):  # its text is `<class 'int'>`
         text = hint.__name__

@@ -1,124 +1,280 @@
-"""Matching of values with annotations, which binds the sizes that an annotation names."""
+"""Annotations, each read once into a function that matches values and binds sizes.
 
-import contextlib
+jaxtyping and beartype define what an annotation means. The dimensions of arrays are matched here:
+jaxtyping would evaluate the text of `{self.embed_dim}` anew for each array.
+"""
+
+import collections.abc
 import functools
 import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import numpy as np
 from beartype import BeartypeConf
 from beartype.door import die_if_unbearable, is_bearable
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import AnnotationError, Shaped
+from jaxtyping import AnnotationError
 
 from jgpt.shapes.describe import describe_annotation, describe_value, is_array, is_shaped
 
 # With PEP 484's numeric tower an int is a float: 0 is a valid `dropout: float`.
 _BEARTYPE = BeartypeConf(is_pep484_tower=True, is_color=False)
-UNIONS = (typing.Union, types.UnionType)
+_UNIONS = (typing.Union, types.UnionType)
 """The origins of `Optional[int]` and `int | None`."""
+_COLLECTIONS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)
+_MAPPINGS = (dict, collections.abc.Mapping)
 
 SYMBOLS: ContextVar[dict[str, Any]] = ContextVar("symbols", default={})  # noqa: B039  never changed
 """During a proof: symbolic sizes, and the functions that braces may use."""
 SIZE_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """Functions that appear in JAX's text of a symbolic size and that Python lacks."""
-_IMPOSSIBLE_SIZE = np.broadcast_to(np.False_, 987_654_321)  # a view of one byte
+
+
+class Scope(NamedTuple):
+    """What annotations of one typed call may name."""
+
+    sizes: dict[str, Any]
+    """The sizes that were bound so far, and the structures of trees."""
+    arguments: Mapping[str, Any]
+    """The arguments, which braces may name."""
+
+
+Match = Callable[[Any, Scope], str]
+"""Returns the reason why a value does not match, or binds its sizes and returns an empty string."""
 
 
 # --- any annotation ------------------------------------------------------------------------------
 
 
-def mismatch(hint: Any, value: Any) -> str:
-    """Return the reason why a value does not match an annotation, or an empty string.
+def matcher(hint: Any) -> Match | None:
+    """Read an annotation; None if it takes any value."""
+    try:
+        return _read(hint)
+    except TypeError:  # an annotation that can't be hashed, such as Annotated[int, []]
+        return _read.__wrapped__(hint)
 
-    This binds the sizes that the annotation names.
-    """
-    if hint is Any or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return ""
+
+@functools.cache
+def _read(hint: Any) -> Match | None:
+    if hint in (Any, object) or isinstance(hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
+        return None
+    named = _without_name(hint)
+    if named is not hint:
+        return matcher(named)
     if is_array(hint):
-        return array_mismatch(hint, value)
-    if get_origin(hint) in UNIONS:
-        return _union_mismatch(hint, value)
+        return _array(hint)
+    if hasattr(hint, "leaftype"):
+        return _tree(hint)
+    if get_origin(hint) in _UNIONS:
+        return _union(hint)
     # beartype would also check the items of a tuple, but describes the wrong item less precisely.
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
-        return _tuple_mismatch(hint, value)
-    if _is_tree_of_arrays(hint):
-        return _tree_mismatch(hint, value)
-    return _other_mismatch(hint, value)
+        return _tuple(hint)
+    if get_origin(hint) in (*_COLLECTIONS, *_MAPPINGS) and _binds_sizes(hint):
+        return _items(hint)
+    return functools.partial(_other, hint)
 
 
-def _union_mismatch(hint: Any, value: Any) -> str:
-    """Return the reason for `X | None`, the most common union, or for several alternatives."""
+def _without_name(hint: Any) -> Any:
+    """Return what a name stands for: a NewType, a type alias, a TypeVar, or Annotated."""
+    if isinstance(hint, typing.NewType):
+        return hint.__supertype__
+    if isinstance(hint, typing.TypeVar):
+        if hint.__constraints__:
+            return typing.Union[hint.__constraints__]  # noqa: UP007  it takes any number
+        return hint.__bound__ or Any
+    if get_origin(hint) is typing.Annotated and _binds_sizes(hint):
+        return hint.__origin__
+    return getattr(hint, "__value__", hint)  # of `type Rows = ...`
+
+
+def _binds_sizes(hint: Any) -> bool:
+    """Return whether there is an array or a tree in an annotation."""
+    if is_array(hint) or hasattr(hint, "leaftype"):
+        return True
+    named = _without_name(hint) if get_origin(hint) is not typing.Annotated else hint
+    if named is not hint:
+        return _binds_sizes(named)
+    return any(map(_binds_sizes, get_args(hint)))
+
+
+def _union(hint: Any) -> Match | None:
     alternatives = [part for part in get_args(hint) if part is not types.NoneType]
-    matches = value is None
-    if len(alternatives) > 1:  # `A | B`, with None or without
-        matches = is_bearable(_with_numbers(value), hint, conf=_BEARTYPE)
-    if matches:
+    match_alternative = _union_of(list(map(matcher, alternatives)))
+    if match_alternative is None or len(alternatives) == len(get_args(hint)):
+        return match_alternative
+
+    def match(value: Any, scope: Scope) -> str:
+        if value is None:
+            return ""
+        return match_alternative(value, scope)
+
+    return match
+
+
+def _union_of(alternatives: list[Match | None]) -> Match | None:
+    """Match the first alternative that fits; the reason is that of the nearest one."""
+    matchers: list[Match] = []
+    for match_alternative in alternatives:
+        if match_alternative is None:  # it takes any value
+            return None
+        matchers.append(match_alternative)
+    if len(matchers) == 1:
+        return matchers[0]
+
+    def match(value: Any, scope: Scope) -> str:
+        reasons = []
+        for match_alternative in matchers:
+            before = dict(scope.sizes)
+            reason = match_alternative(value, scope)
+            if not reason:
+                return ""
+            reasons.append(reason)
+            if len(scope.sizes) > len(before):  # by the first items of a tuple
+                scope.sizes.clear()
+                scope.sizes.update(before)
+        return max(reasons, key=_nearness)
+
+    return match
+
+
+def _nearness(reason: str) -> int:
+    """Return how much of an alternative a value matches: the library of arrays, and the dtype."""
+    if reason.startswith("this array has dtype"):
+        return 1
+    return 2 * reason.startswith(("this array has", "the "))
+
+
+def _tuple(hint: Any) -> Match:
+    matchers = [matcher(part) for part in get_args(hint)]
+
+    def match(value: Any, scope: Scope) -> str:
+        if not isinstance(value, tuple) or len(value) != len(matchers):
+            return f"it is not a tuple of {len(matchers)}"
+        for index, match_item in enumerate(matchers):
+            if match_item is None:
+                continue
+            item = value[index]
+            reason = match_item(item, scope)
+            if reason:
+                return f"item {index} is {describe_value(item)}: {reason}"
         return ""
-    # Among several alternatives, the message describes the first.
-    return mismatch(alternatives[0], value)
+
+    return match
 
 
-def _tuple_mismatch(hint: Any, value: Any) -> str:
-    parts = get_args(hint)
-    if not isinstance(value, tuple) or len(value) != len(parts):
-        return f"it is not a tuple of {len(parts)}"
-    for index, part in enumerate(parts):
-        item = value[index]
-        reason = mismatch(part, item)
-        if reason:
-            return f"item {index} is {describe_value(item)}: {reason}"
-    return ""
+def _items(hint: Any) -> Match:
+    """Match every item of a collection; beartype would take one at random."""
+    origin = get_origin(hint)
+    kinds = get_args(hint)
+    if origin is tuple:  # `tuple[X, ...]`
+        kinds = kinds[:1]
+    matchers = [matcher(kind) for kind in kinds]
+
+    def match(value: Any, scope: Scope) -> str:
+        if not isinstance(value, origin):
+            return f"{describe_value(value)} is not a {origin.__name__}"
+        rows = value.items() if origin in _MAPPINGS else ((item,) for item in value)
+        for index, row in enumerate(rows):
+            for match_item, item in zip(matchers, row, strict=True):
+                reason = match_item(item, scope) if match_item is not None else ""
+                if reason:
+                    where = repr(row[0]) if origin in _MAPPINGS else index
+                    return f"item {where} is {describe_value(item)}: {reason}"
+        return ""
+
+    return match
 
 
-def is_other(hint: Any, value: Any) -> bool:
-    """Return whether a value matches an annotation that binds no sizes."""
-    return is_bearable(value, hint, conf=_BEARTYPE)
-
-
-def _other_mismatch(hint: Any, value: Any) -> str:
+def _other(hint: Any, value: Any, scope: Scope) -> str:
     """Return beartype's reason, shortened."""
+    if isinstance(hint, type) and type(value) is hint:
+        return ""
+    value = _with_numbers(value)
+    if is_bearable(value, hint, conf=_BEARTYPE):
+        return ""
+    if is_shaped(value):  # beartype would print the numbers
+        return f"an array is no {describe_annotation(hint)}"
     try:
-        die_if_unbearable(_with_numbers(value), hint, conf=_BEARTYPE)
+        die_if_unbearable(value, hint, conf=_BEARTYPE)
     except BeartypeCallHintViolation as violation:
-        if is_shaped(value):  # beartype would print the numbers
-            return f"an array is no {describe_annotation(hint)}"
         # `Value 'a' violates type hint <class 'int'>, as str 'a' not instance of int`
         reason = str(violation).partition(", as ")[2].strip()
         return re.sub(r'<\w+ "([^"]*)">', r"\1", reason)
     return ""
 
 
+def _with_numbers(value: Any) -> Any:
+    """Replace each symbolic size in a value by an integer, since beartype rejects symbols."""
+    if type(value) is tuple:  # not a subclass, whose constructor may differ
+        return tuple(map(_with_numbers, value))
+    # Most values are one of these, and the data code needs the contract without loading JAX.
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+
+    import jax
+
+    if jax.export.is_symbolic_dim(value):
+        return 1
+    return value
+
+
 # --- one array -----------------------------------------------------------------------------------
 
 
-def array_mismatch(hint: Any, value: Any) -> str:
-    """Return jaxtyping's reason, or a shorter one where it lists dtypes or names classes."""
+def _array(hint: Any) -> Match:
+    if "?" in hint.dim_str:
+        raise AnnotationError(
+            f"{describe_annotation(hint)}: a size of its own for each leaf, `?`, needs a tree with "
+            'a name, as in PyTree[Float[Array, "?size"], "Tree"]'
+        )
+    library = hint.array_type
+    dimensions = _Dimensions(hint)
+
+    def match(value: Any, scope: Scope) -> str:
+        if library is Any:
+            if not is_shaped(value):
+                return "this value does not have both `shape` and `dtype` attributes"
+        elif not isinstance(value, library):
+            return _not_an_array(hint, value)
+        if not _has_dtype(hint.dtype, value.dtype):
+            return f"this array has dtype {value.dtype}, which is no {_kind(hint)}"
+        return dimensions.match(value.shape, scope)
+
+    return match
+
+
+@functools.cache
+def _has_dtype(kind: Any, dtype: Any) -> bool:
+    """Return whether jaxtyping takes a dtype for a kind such as `Float`."""
+    return isinstance(types.SimpleNamespace(shape=(), dtype=dtype), kind[Any, ""])
+
+
+def _kind(hint: Any) -> str:
+    kind = hint.__name__.partition("[")[0]  # `Float` of `Float[Array, "batch time"]`
+    if kind == "Key":
+        return f"{kind}: jax.random.key makes one"
+    return kind
+
+
+def _not_an_array(hint: Any, value: Any) -> str:
+    """Describe what is no array, or one of another library; jaxtyping names `ArrayImpl`."""
     import jax
 
-    reason = _jaxtyping_mismatch(hint, value)
-    dtype = hint.__name__.partition("[")[0]  # `Float` of `Float[Array, "batch time"]`
-    advice = ""
-    if dtype == "Key":
-        advice = ": jax.random.key makes one"
-
-    # A wrong dtype or shape. jaxtyping lists every dtype that a `Float` may have.
-    if "array type" not in reason:
-        return re.sub(", not .* as expected.*", f", which is no {dtype}{advice}", reason)
-
-    # Not an array, or one of another library; jaxtyping names classes such as `ArrayImpl`.
     library = "JAX"
     function = "jnp.asarray"
     if hint.array_type is np.ndarray:
         library = "NumPy"
         function = "np.asarray"
-    can_be_converted = is_shaped(value) or isinstance(value, (list, tuple, int, float))
-    if can_be_converted and not advice:  # an array of numbers is no key
+    advice = ""
+    if hint.__name__.startswith("Key"):  # an array of numbers is no key
+        advice = ": jax.random.key makes one"
+    elif is_shaped(value) or isinstance(value, (list, tuple, int, float)):
         advice = f": {function} makes one"
     kind = type(value).__name__
     if isinstance(value, jax.Array):
@@ -126,168 +282,215 @@ def array_mismatch(hint: Any, value: Any) -> str:
     return f"{kind} is not a {library} array{advice}"
 
 
-def _jaxtyping_mismatch(hint: Any, value: Any) -> str:
-    """Return jaxtyping's reason why a value does not match an array annotation, or an empty
-    string."""
-    try:
-        return hint.__instancecheck_str__(value)
-    except AnnotationError:
-        raise
-    except Exception as error:  # raised inside the annotation's braces
-        return f"{type(error).__name__}: {error}"
+class _Dimensions:
+    """The dimensions of an annotation."""
+
+    def __init__(self, hint: Any) -> None:
+        self.words = hint.dim_str.split()
+        self.variadic = None
+        """The index of the dimension of any length."""
+        for index, word in enumerate(self.words):
+            if "#" in word.partition("{")[0]:
+                raise AnnotationError(
+                    f"{describe_annotation(hint)}: a dimension that may be broadcast, `#`, is not "
+                    "supported: write the size"
+                )
+            if word == "..." or word.rpartition("=")[2].startswith("*"):
+                self.variadic = index
+        self.sizes = list(map(_size, self.words))
+        """A name, a number, an expression, or None for a dimension of any size."""
+
+    def match(self, shape: tuple[Any, ...], scope: Scope) -> str:
+        """Return the reason why a shape does not match, or bind its sizes."""
+        count = len(self.words)
+        if self.variadic is not None:
+            length = len(shape) - count + 1
+            if length < 0:
+                return (
+                    f"this array has {len(shape)} dimensions, which is fewer than {count - 1} that "
+                    "is the minimum expected by the type hint"
+                )
+            end = self.variadic + length
+            shape = (*shape[: self.variadic], shape[self.variadic : end], *shape[end:])
+        elif len(shape) != count:
+            return (
+                f"this array has {len(shape)} dimensions, not the {count} expected by the type hint"
+            )
+        bound: list[str] = []
+        try:
+            reason = self._bind(shape, scope, bound)
+        except AnnotationError:
+            raise
+        except Exception as error:  # raised in braces, or by sizes that can't be compared
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            for name in bound:  # an array that doesn't match binds nothing
+                del scope.sizes[name]
+        return reason
+
+    def _bind(self, shape: tuple[Any, ...], scope: Scope, bound: list[str]) -> str:
+        """Match the size of each dimension; append the names that it binds to `bound`."""
+        known = scope.sizes
+        for index, size in enumerate(shape):
+            expected = self.sizes[index]
+            if expected is None:
+                continue
+            if type(expected) is not str:
+                reason = self._mismatch(index, size, scope)
+                if reason:
+                    return reason
+            elif expected not in known:
+                known[expected] = size
+                bound.append(expected)
+            elif known[expected] != size:
+                return _other_size(expected, size, known[expected])
+        return ""
+
+    def _mismatch(self, index: int, size: Any, scope: Scope) -> str:
+        """Return the reason why a size is not the number, or the value of the expression."""
+        expected = self.sizes[index]
+        if type(expected) is int:
+            if expected == size:
+                return ""
+            return (
+                f"the dimension size {size} does not equal {expected} as expected by the type hint"
+            )
+        try:
+            value = expected.value(scope)
+        except NameError as error:
+            raise AnnotationError(f"dimension {self.words[index]!r}: {error}") from None
+        if value == size:
+            return ""
+        return (
+            f"the dimension size {size} does not equal the existing value of "
+            f"{self.words[index]}={value}"
+        )
 
 
-def bind_size(name: str, size: Any) -> None:
-    """Bind a name to a size of any value, for the enclosing typed call."""
-    # jaxtyping binds only the sizes of arrays.
-    _jaxtyping_mismatch(Shaped[Any, name], fake_array(size))
+def _other_size(name: str, size: Any, known: Any) -> str:
+    if name.startswith("*"):
+        return (
+            f"the shape of its variadic dimensions '{name}' is {size}, which does not equal the "
+            f"existing value of {known}"
+        )
+    return (
+        f"the size of dimension {name} is {size} which does not equal the existing value of {known}"
+    )
 
 
-def fake_array(*shape: Any) -> Any:
-    """Return an object that jaxtyping treats as an array of this shape."""
-    return types.SimpleNamespace(shape=shape, dtype=np.dtype(bool))
+def _size(word: str) -> Any:
+    """Read a dimension: a name, a number, an expression, or None for any size."""
+    text = word
+    if "{" not in word:
+        text = word.rpartition("=")[2]  # `rows=4` documents a number
+    if text == "..." or text.startswith(("_", "*_")):
+        return None
+    if text.removeprefix("*").isidentifier():
+        return text
+    if text.isdigit():
+        return int(text)
+    return Expression(text)
 
 
-def bound_sizes(annotation: str) -> Iterator[tuple[str, str]]:
-    """Yield the sizes bound to the names and braces in the text of an annotation.
+class Expression:
+    """Arithmetic with bound sizes, in which braces hold arithmetic with arguments."""
 
-    jaxtyping has no function that returns them, but its message names a bound size when it rejects
-    an array of an impossible size.
-    """
+    def __init__(self, text: str) -> None:
+        braces = re.findall(r"\{([^{}]*)\}", text)
+        numbers = iter(range(len(braces)))
+        self._braces = [compile(brace.strip(), text, "eval") for brace in braces]
+        whole = re.sub(r"\{[^{}]*\}", lambda _: f"_{next(numbers)}", text)
+        self._whole = compile(whole, text, "eval")
+
+    def value(self, scope: Scope) -> Any:
+        """Evaluate it. Raises what the braces raise, and NameError for a size that isn't bound."""
+        names = SIZE_FUNCTIONS | scope.sizes
+        for index, brace in enumerate(self._braces):
+            # the text of an annotation is code, as that of the function is
+            names[f"_{index}"] = eval(brace, {}, scope.arguments)
+        return eval(self._whole, {}, names)
+
+
+def known_sizes(annotation: str, scope: Scope) -> list[str]:
+    """Return `name=size` for each name and brace in the text of an annotation that has a size."""
     quoted = " ".join(re.findall(r'"([^"]*)"', annotation))
-    dimensions = re.findall(r"\{[^}]*\}|\w+", quoted)
-    for dimension in dict.fromkeys(dimensions):  # each once, in the order of the text
-        # A name may be bound as one dimension or as several.
-        for pattern in (dimension, f"*{dimension}"):
-            size = _bound_size(pattern)
-            if size is not None:
-                yield dimension, size
-                break
-
-
-def _bound_size(pattern: str) -> str | None:
-    # A brace that can't be evaluated is the reason itself.
-    with contextlib.suppress(Exception):
-        reason = _jaxtyping_mismatch(Shaped[np.ndarray, pattern], _IMPOSSIBLE_SIZE)
-        # The size is a number or a tuple: `... existing value of batch=3`.
-        found = re.search(r"existing value of (?:.*=)?(\d+|\(.*\))$", reason)
-        if found:
-            return found[1]
-    return None
+    found = []
+    for name in dict.fromkeys(re.findall(r"\{[^}]*\}|\w+", quoted)):  # each once, in order
+        size = scope.sizes.get(name, scope.sizes.get(f"*{name}"))
+        if name.startswith("{"):
+            try:
+                size = Expression(name).value(scope)
+            except Exception:  # the reason itself
+                continue
+        if size is not None:
+            found.append(f"{name}={size}")
+    return found
 
 
 # --- trees of arrays -----------------------------------------------------------------------------
 
 
-def _is_tree_of_arrays(hint: Any) -> bool:
-    """Return whether an annotation is a PyTree of arrays, all of NumPy or JAX."""
-    leaf: Any = getattr(hint, "leaftype", None)
-    if leaf is None:
-        return False
+def _tree(hint: Any) -> Match:
+    leaf = hint.leaftype
+    name = hint.structure
+    if name is not None and not name.isidentifier():
+        raise AnnotationError(f"{describe_annotation(hint)}: the structure of a tree has one name")
+    # Without a name, `?size` is refused where the leaf is read.
+    has_own_sizes = name is not None and "?" in str(leaf)
+    match_leaf = matcher(leaf) if not has_own_sizes else _own_leaf(leaf, "")
+    is_leaf: Callable[[Any], bool] | None = None
+    if match_leaf is not None and not _is_of_arrays(leaf):
+        is_leaf = functools.partial(_matches, match_leaf)
 
-    import jax
+    def match(tree: Any, scope: Scope) -> str:
+        import jax
 
-    alternatives: Any = (leaf,)
-    if get_origin(leaf) in UNIONS:
-        alternatives = get_args(leaf)
-    for alternative in alternatives:
-        if not is_array(alternative) or alternative.array_type not in (jax.Array, np.ndarray):
-            return False
-    # Inside several alternatives, `?size` has no name that a leaf's name could replace.
-    return "?" not in str(leaf) or len(alternatives) == 1
-
-
-def _tree_mismatch(hint: Any, tree: Any) -> str:
-    """Check a tree as jaxtyping does, but without making a type checker for each call."""
-    import jax
-    from jaxtyping import PyTree
-
-    if tree is None:
+        if tree is None:
+            return ""
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+        # The first tree of a name binds its structure, as the first array of a name binds its size.
+        if name is not None and scope.sizes.setdefault(f"{name}:", structure) != structure:
+            return "its structure is not that of the tree it must match"
+        if match_leaf is None:
+            return ""
+        for index, value in enumerate(leaves):
+            # The suffix is equal for the same leaf of each tree of this name, such as weights and
+            # gradients.
+            suffix = f"_{name}{index}"
+            match_this = _own_leaf(leaf, suffix) if has_own_sizes else match_leaf
+            reason = match_this(value, scope) if match_this is not None else ""
+            if reason:
+                reason = reason.replace(suffix, "")  # the user knows no suffix
+                # Paths are slow to make, so only the wrong leaf's path is made.
+                path, _ = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)[index]
+                if not path:  # the tree is a single leaf
+                    return reason
+                where = jax.tree_util.keystr(path, simple=True, separator=".")
+                return f"its leaf {where} is {describe_value(value)}: {reason}"
         return ""
-    # The first tree of a name binds its structure, as the first array of a name binds its size.
-    if hint.structure is not None and not isinstance(tree, PyTree[Any, hint.structure]):
-        return "its structure is not that of the tree it must match"
-    has_own_sizes = "?" in str(hint.leaftype)
-    for index, leaf in enumerate(jax.tree.leaves(tree)):
-        # The suffix is equal for the same leaf of each tree of this name, such as weights and
-        # gradients.
-        suffix = f"_{hint.structure}{index}"
-        leaf_hint = hint.leaftype
-        if has_own_sizes:
-            leaf_hint = _leaf_annotation(leaf_hint, suffix)
-        reason = mismatch(leaf_hint, leaf)
-        reason = reason.replace(suffix, "")  # the user knows no suffix
-        if reason:
-            # Paths are slow to make, so only the wrong leaf's path is made.
-            path, _ = jax.tree_util.tree_leaves_with_path(tree)[index]
-            if not path:  # the tree is a single leaf
-                return reason
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return f"its leaf {name} is {describe_value(leaf)}: {reason}"
-    return ""
+
+    return match
 
 
-# jaxtyping makes a class for each text of dimensions.
+def _matches(match: Match, value: Any) -> bool:
+    return not match(value, Scope({}, {}))
+
+
+def _is_of_arrays(leaf: Any) -> bool:
+    """Return whether the leaves are arrays, which JAX finds alone."""
+    import jax
+
+    if get_origin(leaf) in _UNIONS:
+        return all(map(_is_of_arrays, get_args(leaf)))
+    return is_array(leaf) and leaf.array_type in (jax.Array, np.ndarray)
+
+
 @functools.cache
-def _leaf_annotation(hint: Any, suffix: str) -> Any:
-    """Make an array annotation for one leaf: `?size` becomes `size_LEAF`."""
-    own_size = r"\?(\*?\w+)"
-    dimensions = re.sub(own_size, rf"\1{suffix}", hint.dim_str)
-    return hint.dtype[hint.array_type, dimensions]
-
-
-# --- symbolic sizes ------------------------------------------------------------------------------
-
-
-def _with_numbers(value: Any) -> Any:
-    """Replace each symbolic size in a value by an integer, since beartype rejects symbols."""
-    if type(value) is tuple:  # not a subclass, whose constructor may differ
-        return tuple(map(_with_numbers, value))
-    if _is_symbolic(value):
-        return 1
-    return value
-
-
-def _is_symbolic(value: Any) -> bool:
-    """Return whether a value is a symbolic size, as in a proof and in `jax.export`."""
-    # Most values are one of these, and the data code needs the contract without loading JAX.
-    if value is None or isinstance(value, (int, float, str)):
-        return False
-
-    import jax
-
-    return jax.export.is_symbolic_dim(value)
-
-
-def symbols_in(values: Iterable[Any], own_names: set[str]) -> dict[str, Any]:
-    """Return the symbols in the sizes of a call's arrays and integers, as braces may write them.
-
-    A symbol that has the name of a dimension of the call is left out.
-    """
-    found: dict[str, Any] = {}
-    for value in values:
-        sizes = (value,)  # an integer argument may be a size itself
-        if is_shaped(value):
-            sizes = value.shape
-        for size in sizes:
-            if _is_symbolic(size):
-                found |= _symbols_of(size)
-    if not found:  # nearly always
-        return found
-    found |= SIZE_FUNCTIONS  # braces such as {x.shape[0]//2} make them of sizes without any
-    for name in own_names:
-        found.pop(name, None)
-    return found
-
-
-def _symbols_of(size: Any) -> dict[str, Any]:
-    """Return the symbols in JAX's text of a size, such as `b*floordiv(t, 2)`."""
-    import jax
-
-    functions = ("max", "min", *SIZE_FUNCTIONS)  # Python has the first two itself
-    found: dict[str, Any] = {}
-    for name in re.findall(r"[A-Za-z_]\w*", str(size)):
-        if name not in functions:
-            (symbol,) = jax.export.symbolic_shape(name, scope=size.scope)
-            found[name] = symbol
-    return found
+def _own_leaf(leaf: Any, suffix: str) -> Match | None:
+    """Match a leaf whose `?size` is a size of its own, named by the suffix."""
+    if get_origin(leaf) in _UNIONS:
+        return _union_of([_own_leaf(part, suffix) for part in get_args(leaf)])
+    if not is_array(leaf):
+        return matcher(leaf)
+    dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", leaf.dim_str)
+    return _array(leaf.dtype[leaf.array_type, dimensions])

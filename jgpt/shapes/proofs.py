@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.errors import InconclusiveDimensionOperation
 
+from jgpt.shapes import matching
 from jgpt.shapes.calls import set_context
 from jgpt.shapes.contract import typed
 from jgpt.shapes.matching import SIZE_FUNCTIONS, SYMBOLS
@@ -44,6 +45,8 @@ LIBRARIES = tuple(
     for module in (jax, flax, optax, jaxtyping, beartype, np)
 )
 """The folders of libraries, which branch on a size for speed and not to compute something else."""
+_CONTRACT = matching.__file__
+"""The checks, which compare sizes and compute nothing with them."""
 _Patch = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
 """An object, the name of its attribute, jgpt's function and the original one."""
 _LOCK = threading.RLock()
@@ -431,7 +434,7 @@ def _a_library_asks() -> bool:
     while frame.f_code.co_filename == __file__ and frame.f_back:
         frame = frame.f_back
     file = frame.f_code.co_filename
-    if file.startswith(LIBRARIES):
+    if file.startswith(LIBRARIES) or file == _CONTRACT:
         return True
     # Third-party packages are often in a folder inside the standard library's.
     standard = sysconfig.get_paths()["stdlib"]

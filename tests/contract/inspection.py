@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
-PARTS = ("describe", "matching", "memo", "calls", "contract")
+PARTS = ("describe", "matching", "calls", "contract")
 CONTRACT = [f"jgpt.shapes.{name}" for name in PARTS]
 """What checks the others can't check itself."""
 ANY_DTYPE = {

@@ -186,13 +186,13 @@ Got: (float32[2], float32[2])
 Reason: item 1 is float32[2]: the size of dimension time is 2 which does not equal the existing \
 value of 3.""",
     ),
-    (  # beartype's own check, of any number
+    (  # any number of items
         lambda: concatenated((jnp.ones(3),)),
         """\
 HERE.concatenated() got a wrong argument `parts`.
 Expected: tuple[Float[Array, "batch time"], ...]
 Got: (float32[3],)
-Reason: tuple index 0 item this array has 1 dimensions, not the 2 expected by the type hint.""",
+Reason: item 0 is float32[3]: this array has 1 dimensions, not the 2 expected by the type hint.""",
     ),
     (
         lambda: Misspelt()(jnp.ones((2, 3))),
