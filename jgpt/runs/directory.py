@@ -43,7 +43,6 @@ WANDB_ID = "wandb.id"
 # A new run that replaces an old one starts these files afresh; `create` replaces config and
 # tokenizer.
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
-_FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 
@@ -161,24 +160,26 @@ class RunDirectory:
     def open(cls, path: str | Path) -> Self:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
-        if not cls.exists(path):
-            # a likely mistake: RUN/checkpoints/STEP
-            run = path.parent.parent
-            step = path.name
-            if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
-                raise FileNotFoundError(
-                    f"{path} is a checkpoint, not a run directory: give {run} and "
-                    f"`which={int(step)!r}`"
-                )
-            meant = ""
-            if cls.exists(RUNS / path):
-                meant = f" (did you mean {RUNS / path}?)"
-            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}{meant}")
-        if not cls.is_run(path) and any(path.glob("*.safetensors")):
-            raise ValueError(
-                f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
-            )
+        found = cls._what_is_at(path)
+        if found is not None:
+            raise FileNotFoundError(f"{path} is {found}")
         return cls(path)
+
+    @classmethod
+    def _what_is_at(cls, path: Path) -> str | None:
+        """Return what a user has named in place of a run, and what to do; None for a run."""
+        if cls.exists(path):
+            if cls.is_run(path) or not any(path.glob("*.safetensors")):
+                return None
+            return "a Hugging Face model, not a run: make a run of it with jgpt import"
+        run = path.parent.parent
+        step = path.name
+        if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
+            return f"a checkpoint, not a run directory: give {run} and `which={int(step)!r}`"
+        meant = ""
+        if cls.exists(RUNS / path):
+            meant = f" (did you mean {RUNS / path}?)"
+        return f"not a run directory: it has no {CONFIG}{meant}"
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -365,11 +366,6 @@ class RunDirectory:
 
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
-    if path.exists() and not path.is_file():
-        hint = ""
-        if RunDirectory.exists(path):
-            hint = f": give {path / CONFIG}"
-        raise ValueError(f"{path} is not a file{hint}")
     return parse_file(path, functools.partial(from_json, TrainConfig))
 
 
