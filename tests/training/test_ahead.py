@@ -200,7 +200,9 @@ def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
 
 def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
     monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    with pytest.raises(ValueError, match=r"^`mesh='data=4'` shards each batch over data x fsdp = 4"):
+    with pytest.raises(
+        ValueError, match=r"^`mesh='data=4'` shards each batch over data x fsdp = 4"
+    ):
         compile_ahead(dataclasses.replace(CONFIG, mesh=None, batch_size=6), "v5e:2x2")
 
 
