@@ -164,8 +164,7 @@ def _require_initial(initial: Initial | None, saved: SavedRun) -> None:
     """
     recorded: dict[str, Any] = {}
     for line in saved.provenance:
-        if isinstance(line.get("initial"), dict):
-            recorded = line["initial"]
+        recorded = line.get("initial", recorded)
     if not saved.checkpoints:
         if recorded and initial is None:
             raise ValueError(

@@ -255,8 +255,7 @@ class RunDirectory:
         """Return the steps of the checkpoints, oldest first."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
-            # Neither 007 nor digits of other scripts: each step has one name.
-            if entry.name.isdecimal() and str(int(entry.name)) == entry.name and entry.is_dir():
+            if entry.name.isdecimal() and entry.is_dir():
                 steps.append(int(entry.name))
         return sorted(steps)
 
@@ -277,11 +276,7 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the metrics so far, without truncated or damaged lines."""
-        lines = []
-        for line, _ in self._lines(METRICS):
-            if all(_is_plain(value) for value in line.values()):
-                lines.append(line)
-        return lines
+        return [line for line, _ in self._lines(METRICS)]
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
@@ -367,13 +362,6 @@ class RunDirectory:
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
     return parse_file(path, functools.partial(from_json, TrainConfig))
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a metric is a number that NumPy's int64 or float64 holds."""
-    if type(value) is int:
-        return abs(value) < 2**63
-    return type(value) is float and abs(value) < 1e300  # neither NaN nor infinity
 
 
 def _delete(entry: Path) -> None:

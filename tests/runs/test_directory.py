@@ -8,7 +8,6 @@ import pytest
 
 from jgpt import CharTokenizer
 from jgpt.config import TrainConfig
-from jgpt.pictures.plots import losses_image
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.target import choose_target
 from tests.runs.harness import contents
@@ -28,23 +27,6 @@ def test_lines_are_appended_and_cut_off_after_a_step_and_half_a_line_is_none(tmp
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
     run.truncate("metrics.jsonl", 0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *('"step": 2, "loss": 1e300', '"step": 2, "loss": true', '"step": 2, "loss": NaN'),
-        *(f'"step": 2, "loss": {"9" * 20}', f'"step": {"9" * 20}, "loss": 1.5'),
-    ],
-)
-def test_a_number_that_no_run_has_is_damage(tmp_path, damage):
-    run = RunDirectory(tmp_path)
-    text = '{"step": 1, "loss": 1e+299}\n'
-    (tmp_path / "metrics.jsonl").write_text(f"{text}{{{damage}}}\n")
-    assert run.metrics() == [{"step": 1, "loss": 1e299}]
-    losses_image(run.metrics(), "run", "png")
-    run.truncate("metrics.jsonl", 1)
-    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_a_run_that_another_process_has_begun_meanwhile_is_kept(tmp_path):
