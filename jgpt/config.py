@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Annotated, Literal
 
 from jgpt.fields import (
-    DECAY_RATE,
     FRACTION,
     INT32,
     NOT_NEGATIVE,
@@ -17,11 +16,9 @@ from jgpt.fields import (
     Fields,
     Make,
     Rule,
-    at_most,
     require_multiple,
     validate,
 )
-from jgpt.words import did_you_mean
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["bfloat16", "float32", "float64"]
@@ -38,7 +35,6 @@ DEFAULT_TEMPERATURE = 0.8
 CHAT_TOP_P = 0.95
 """The nucleus of a chat. Chat models are tuned to be sampled with one: at the temperature alone, an
 answer sometimes has a token of another language or subject, and goes on from there."""
-MAX_NGRAM = 63  # each size up to it is traced
 TOKENIZER_FIELDS = ("tokenizer", "tokenizer_files", "bpe_vocab_size", "numbers_vocab_size")
 """The fields of a DataConfig that say which tokenizer to make."""
 
@@ -46,6 +42,7 @@ BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda valu
 ASCENDING = Rule("be above 1 and ascending", lambda sizes: [1, *sizes] == sorted({1, *sizes}))
 SOURCES = Rule("name a corpus (pydocs, shakespeare) or a file", lambda data: data and all(data))
 PATTERNS = Rule("have patterns that aren't empty", all)
+SEED = Rule("be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 DIRECTORY = Rule("name a directory", lambda path: path != "")
 FOLDER_NAME = Rule(
     "be a plain folder name",
@@ -55,7 +52,6 @@ Count = Annotated[int, POSITIVE, INT32]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Fraction = Annotated[float, FRACTION]
-DecayRate = Annotated[float, DECAY_RATE]
 
 
 @dataclass(frozen=True)
@@ -64,11 +60,11 @@ class ModelConfig(Fields):
 
     architecture: Literal["gpt", "bigram"] = "gpt"
     """A GPT, or a bigram model: a table of next-token logits, whose only size is vocab_size."""
-    vocab_size: Annotated[int, POSITIVE, at_most(2**24)] = 65
+    vocab_size: Count = 65
     """Tokens in the vocabulary. Training takes it from the tokenizer."""
-    block_size: Annotated[int, POSITIVE, at_most(2**27)] = 64
+    block_size: Count = 64
     """The context length, in tokens."""
-    num_layers: Annotated[int, POSITIVE, at_most(1024)] = 4
+    num_layers: Count = 4
     """Transformer blocks."""
     num_heads: Count = 4
     """Attention heads per block."""
@@ -76,9 +72,9 @@ class ModelConfig(Fields):
     """Key-value heads, each shared by a group of query heads (GQA); num_heads by default."""
     head_dim: Count | None = None
     """Features of each head; embed_dim / num_heads by default."""
-    embed_dim: Annotated[int, POSITIVE, at_most(2**20)] = 128
+    embed_dim: Count = 128
     """Features of the residual stream."""
-    hidden_dim: Annotated[int, POSITIVE, at_most(2**24)] | None = None
+    hidden_dim: Count | None = None
     """Hidden features of the MLP; four times embed_dim by default."""
     activation: Activation = "gelu"
     """The MLP's activation function; gelu is exact (erf), gelu_tanh is GPT-2's, silu is Llama's."""
@@ -115,7 +111,7 @@ class ModelConfig(Fields):
     ngram_sizes: Annotated[tuple[int, ...], ASCENDING] = ()
     """The sizes of n-grams, such as 2 3. Their hashed embeddings are added to the token
     embeddings."""
-    ngram_rows: Annotated[int, POSITIVE, at_most(2**25)] = 8192
+    ngram_rows: Count = 8192
     """Rows of the embedding table for the n-grams of each size."""
     ngram_dropout: Fraction = 0.0
     """Dropout of a position's n-gram embeddings, all features at once."""
@@ -152,26 +148,24 @@ class ModelConfig(Fields):
         if self.head_dim is None:
             require_multiple(self, "embed_dim", "num_heads")
         require_multiple(self, "num_heads", "num_kv_heads")
-        if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(
-                f"`positions={self.positions!r}` needs an even head size: "
-                f"`embed_dim={self.embed_dim!r}` over `num_heads={self.num_heads!r}` is "
-                f"{self.head_size}"
-            )
-        if self.ngram_sizes and self.ngram_sizes[-1] > min(self.block_size, MAX_NGRAM):
-            raise ValueError(
-                f"`ngram_sizes={self.ngram_sizes!r}` must be at most {MAX_NGRAM} and at most "
-                f"`block_size={self.block_size!r}`"
-            )
-        if self.head_bias and self.tie_embeddings:
-            raise ValueError(
-                "`head_bias=True` needs `tie_embeddings=False`: a tied head has no bias"
-            )
-        if self.qk_norm_scale and not self.qk_norm:
-            raise ValueError(
-                "`qk_norm_scale=True` needs `qk_norm=True`: without QK-norm there is nothing "
-                "to scale"
-            )
+        conflicts = {
+            "`head_bias=True` needs `tie_embeddings=False`: a tied head has no bias": (
+                self.head_bias and self.tie_embeddings
+            ),
+            "`qk_norm_scale=True` needs `qk_norm=True`, whose scale it is": (
+                self.qk_norm_scale and not self.qk_norm
+            ),
+            f"`ngram_sizes={self.ngram_sizes!r}` needs a `block_size` as large": (
+                max(self.ngram_sizes, default=0) > self.block_size
+            ),
+            f"`positions='rotary'` needs an even head size: `embed_dim={self.embed_dim!r}` over "
+            f"`num_heads={self.num_heads!r}` is {self.head_size}": (
+                self.positions == "rotary" and self.head_size % 2
+            ),
+        }
+        for message, is_broken in conflicts.items():
+            if is_broken:
+                raise ValueError(message)
 
     @property
     def head_size(self) -> int:
@@ -197,13 +191,13 @@ class OptimizerConfig(Fields):
     schedule_steps: Count | None = None
     """The steps that the schedule spans, after which its last learning rate stays; all by
     default."""
-    warmup_steps: Annotated[int, NOT_NEGATIVE, INT32] = 100
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps of linear warmup."""
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
-    beta1: DecayRate = 0.9
+    beta1: Fraction = 0.9
     """Decay rate of the first moment."""
-    beta2: DecayRate = 0.99
+    beta2: Fraction = 0.99
     """Decay rate of the second moment."""
     gradient_clip: NotNegative = 1.0
     """Clip gradients to this global norm; 0 is off."""
@@ -211,11 +205,11 @@ class OptimizerConfig(Fields):
     """Muon's peak learning rate; learning_rate is for the other parameters."""
     muon_weight_decay: NotNegative = 0.0
     """Muon's decoupled weight decay, multiplied by Muon's learning rate."""
-    muon_momentum: DecayRate = 0.95
+    muon_momentum: Fraction = 0.95
     """Muon's momentum."""
     embedding_learning_rate: Positive | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
-    ema_decay: DecayRate = 0.0
+    ema_decay: Fraction = 0.0
     """Decay rate of an exponential moving average of the weights, which is evaluated and saved in
     their place; 0 is off."""
     trainable: Annotated[tuple[str, ...], PATTERNS] = ()
@@ -247,7 +241,7 @@ class DataConfig(Fields):
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, GPT-2's byte-pairs from tokenizer_files,
     or numbers for tokens without a text. Prepared data brings its own."""
-    bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE, at_most(2**20)] = 1024
+    bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
     """For gpt2, the folder with encoder.json and vocab.bpe, or vocab.json and merges.txt."""
@@ -260,7 +254,7 @@ class DataConfig(Fields):
     token_dtype: TokenDtype = "auto"
     """The dtype of a .bin file of tokens. auto is nanoGPT's: uint16, or uint32 for a vocabulary
     above 65,536. A .npy file says its own."""
-    numbers_vocab_size: Annotated[int, POSITIVE, at_most(2**24)] | None = None
+    numbers_vocab_size: Count | None = None
     """The vocabulary size of numbers; by default one more than the largest number."""
     make: object = None
     """A tokenizer of the user's own, instead of `tokenizer`: an object with encode, decode and
@@ -301,18 +295,18 @@ class TrainConfig(Fields):
     """The name of the run's folder in runs/, unless out names one."""
     out: Annotated[str, DIRECTORY] | None = None
     """The run directory; runs/NAME by default, numbered if it exists."""
-    seed: Annotated[int, NOT_NEGATIVE, at_most(2**32 - 1)] = 1337
+    seed: Annotated[int, SEED] = 1337
     """The seed of initial parameters, batches and dropout."""
     steps: Count = 2000
     """Optimizer steps."""
-    batch_size: Annotated[int, POSITIVE, at_most(2**24)] = 12
+    batch_size: Count = 12
     """Sequences per step."""
     micro_batches: Count | Literal["auto"] = 1
     """Gradient accumulation: split a batch into this many micro-batches, to save memory. auto is
     the fewest with which a step fits into the device's memory, or half of a CPU's."""
     eval_interval: Count = 250
     """Steps between evaluations and checkpoints; the last step always has both."""
-    eval_tokens: Annotated[int, at_most(2**32)] | Literal["auto"] | None = "auto"
+    eval_tokens: int | Literal["auto"] | None = "auto"
     """Validation tokens per evaluation. A number takes the first ones, None takes all. auto takes
     all if that costs at most 5% of the run's FLOPs or the split has at most 131,072 targets.
     Otherwise it takes as many as cost 5%, spread evenly over the split."""
@@ -333,7 +327,7 @@ class TrainConfig(Fields):
     parameters, and the root mean square of what each part returns."""
     log_interval: Count = 10
     """Steps between the metrics of log."""
-    sample_tokens: Annotated[int, NOT_NEGATIVE, at_most(2**24)] = 500
+    sample_tokens: Annotated[int, NOT_NEGATIVE] = 500
     """The length of the sample after training, in tokens; 0 for no sample."""
     mesh: str | None = None
     """The mesh of devices, such as data=2,fsdp=2,tensor=2: data shards the batch, fsdp also the
@@ -353,13 +347,6 @@ class TrainConfig(Fields):
             raise ValueError(
                 f"`eval_tokens={self.eval_tokens!r}` must be above "
                 f"`block_size={self.model.block_size!r}`"
-            )
-        tokens = self.steps_per_call * self.batch_size * self.model.block_size
-        if tokens >= 2**32:
-            raise ValueError(
-                f"`steps_per_call={self.steps_per_call!r}` times "
-                f"`batch_size={self.batch_size!r}` times `block_size={self.model.block_size!r}` "
-                f"is {tokens:,} tokens, not below 2**32: lower `steps_per_call`"
             )
         mesh = self.mesh
         if mesh is None:
@@ -383,12 +370,10 @@ def mesh_sizes(mesh: str) -> dict[str, int]:
     sizes = {}
     for part in mesh.split(","):
         axis, _, size = part.partition("=")
-        if axis not in MESH_AXES:
+        if axis not in MESH_AXES or axis in sizes or not re.fullmatch("[1-9][0-9]*", size):
             raise ValueError(
-                f"`mesh={mesh!r}` has no axis {axis!r}{did_you_mean(axis, MESH_AXES)}: the axes "
-                "are data, fsdp and tensor"
+                f"`mesh={mesh!r}` must give sizes of the axes data, fsdp and tensor, each at most "
+                "once, as in 'data=2,fsdp=4'"
             )
-        if axis in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
-            raise ValueError(f"`mesh={mesh!r}` must give each axis once, as in 'data=2,fsdp=4'")
         sizes[axis] = int(size)
     return {axis: sizes.get(axis, 1) for axis in MESH_AXES}

@@ -35,7 +35,6 @@ def load_code(named: str) -> Any:
     if not file.endswith(".py"):
         raise ValueError(f"{named!r} must be a file and a name in it, as in my_gpt.py:GPT")
     path = Path(file).resolve()
-    _require_own_modules(path)
     beside = imported_beside(path)
     # A changed file is a different module, and so is one that imports a changed file, or one with
     # the same name in another folder.
@@ -75,25 +74,6 @@ def _load(path: Path, unique: str) -> None:
     finally:
         sys.path.remove(str(path.parent))
         _beside.update(imported_beside(path))
-
-
-def _require_own_modules(path: Path) -> None:
-    """Raise ValueError if a file would get a module of another folder for the one beside it.
-
-    Python has one module of a name. A file that imports `layers` would get the `layers` that a file
-    in another folder has imported before.
-    """
-    own = imported_beside(path)
-    for file in imported_beside(path, with_namesakes=True):
-        if file in own:
-            continue
-        name = file.relative_to(path.parent).parts[0].removesuffix(".py")
-        other = _file_of(sys.modules.get(name))
-        if other in _beside:
-            raise ValueError(
-                f"{_shown(path)} imports {name}, but this process has imported {_shown(other)} "
-                "under that name: rename one of the two, or use a process for each"
-            )
 
 
 def _forget_changed(folder: Path, beside: dict[Path, str]) -> None:
@@ -212,7 +192,6 @@ def with_code(
             # The fields of the custom class, which the saved config could not have.
             fields |= dict(config.model.make.fields)
         make_config = config_class(make, config)
-        _require_defaults(make_config, fields)
         config = dataclasses.replace(config, model=make_config(**fields, make=make))
     if optimizer is not None and not isinstance(optimizer, Code):
         make = _loaded_code(optimizer)
@@ -225,7 +204,6 @@ def with_code(
         if isinstance(config.optimizer.make, Code):
             fields |= dict(config.optimizer.make.fields)
         make_config = _annotated_class(make, config.optimizer, OptimizerConfig)
-        _require_defaults(make_config, fields)
         custom_optimizer = make_config(**fields, make=make)
         config = dataclasses.replace(config, optimizer=custom_optimizer)
     if objective is not None and not isinstance(objective, Code):
@@ -290,18 +268,6 @@ def _annotated_class(make: Callable[..., Any], current: Any, base: type) -> type
                 return type(current)
             return kind
     return type(current)
-
-
-def _require_defaults(kind: type, given: dict[str, Any]) -> None:
-    """Raise ValueError for a config class with a field that has neither a value nor a default."""
-    missing = dataclasses.MISSING
-    for field in dataclasses.fields(kind):
-        has_default = field.default is not missing or field.default_factory is not missing
-        if field.init and not has_default and field.name not in given:
-            raise ValueError(
-                f"the field {field.name} of {kind.__name__} has no default: give it one in the "
-                "file, which an option or a config then replaces"
-            )
 
 
 def takes_model(make: Callable[..., Any]) -> bool:

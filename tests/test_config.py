@@ -38,122 +38,75 @@ from tests.quick import only
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "message"),
+    ("kind", "fields", "word"),
     [
         (ModelConfig, {"embed_dim": 30}, "`embed_dim=30` must be divisible by `num_heads=4`"),
         (ModelConfig, {"vocab_size": 2.5}, "`vocab_size` must be an integer, not 2.5"),
-        (ModelConfig, {"num_heads": True}, "`num_heads` must be an integer, not True"),
-        (TrainConfig, {"mesh": "data=2,datta=2"}, "has no axis 'datta' (did you mean 'data'?)"),
-        (TrainConfig, {"mesh": "data"}, "`mesh='data'` must give each axis once"),
-        (TrainConfig, {"mesh": "data=0"}, "`mesh='data=0'` must give each axis once"),
-        (TrainConfig, {"mesh": "data=2,data=2"}, "must give each axis once"),
-        (
-            TrainConfig,
-            {"mesh": "data=1000000000"},
-            "`mesh='data=1000000000'` must give each axis once",
-        ),
-        (TrainConfig, {"mesh": "fsdp=٢"}, "must give each axis once"),
-        (TrainConfig, {"mesh": ""}, "has no axis ''"),
-        (
-            TrainConfig,
-            {"mesh": "data=2,fsdp=4", "batch_size": 20},
-            "over data x fsdp = 8 devices: `batch_size=20` / `micro_batches=1` is 20, which 8",
-        ),
+        (ModelConfig, {"num_heads": True}, "not True"),
+        (ModelConfig, {"dtype": "float16"}, "one of auto, bfloat16, float32, float64, not"),
+        (ModelConfig, {"hidden_dim": "7"}, "`hidden_dim` must be an integer or None, not '7'"),
+        (ModelConfig, {"dropout": "x"}, "`dropout` must be a number, not 'x'"),
+        (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
+        (ModelConfig, {"ngram_sizes": (2, 2)}, "ascending"),
+        (ModelConfig, {"ngram_sizes": (7,), "block_size": 6}, "`ngram_sizes=(7,)`"),
+        (ModelConfig, {"head_bias": True}, "`tie_embeddings=False`"),
+        (ModelConfig, {"qk_norm_scale": True}, "`qk_norm=True`"),
+        (ModelConfig, {"num_kv_heads": 8}, "`num_kv_heads=8`"),
+        (ModelConfig, {"positions": "rotary", "embed_dim": 20}, "`num_heads=4` is 5"),
+        (ModelConfig, {"norm_scale": 1}, "`norm_scale` must be True or False, not 1"),
+        (ModelConfig, {"embed_dim": np.int64(8)}, "np.int64(8): its item() is one"),
+        (OptimizerConfig, {"min_learning_rate": 0.5}, "`min_learning_rate=0.5` is above"),
+        (DataConfig, {"data": ()}, "name a corpus"),
+        (DataConfig, {"data": ("a", "b", "c", 4)}, "each item a string"),
+        (DataConfig, {"bpe_vocab_size": 256}, "at least 257"),
+        (DataConfig, {"validation_fraction": 0.7, "test_fraction": 0.3}, "leave no text for"),
+        (DataConfig, {"tokenizer": "gpt2"}, "`tokenizer_files`"),
+        (TrainConfig, {"batch_size": 10, "micro_batches": 4}, "divisible by `micro_batches=4`"),
+        (TrainConfig, {"micro_batches": "all"}, "must be an integer or auto, not 'all'"),
+        (TrainConfig, {"eval_tokens": 64}, "above `block_size=64`"),
+        (TrainConfig, {"seed": 2**32}, "below 2**32"),
+        (TrainConfig, {"steps": 2**31}, "at most 2147483647"),
+        (TrainConfig, {"name": "a/b"}, "`name='a/b'` must be a plain folder name"),
+        (TrainConfig, {"name": ".."}, "plain folder name"),
+        (TrainConfig, {"model": OptimizerConfig()}, "`model` must be a ModelConfig, not Optim"),
+        (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
+        (TrainConfig, {"mesh": "data=2,datta=2"}, "the axes data, fsdp and tensor"),
+        (TrainConfig, {"mesh": "data"}, "`mesh='data'` must"),
+        (TrainConfig, {"mesh": "data=0"}, "`mesh='data=0'` must"),
+        (TrainConfig, {"mesh": "data=2,data=2"}, "at most once"),
+        (TrainConfig, {"mesh": "data=2,fsdp=4", "batch_size": 20}, "is 20, which 8 doesn't"),
         (
             TrainConfig,
             {"mesh": "fsdp=4", "batch_size": 8, "micro_batches": 4},
-            "`batch_size=8` / `micro_batches=4` is 2, which 4 doesn't divide",
+            "is 2, which 4 doesn't divide",
         ),
-        (
-            ModelConfig,
-            {"dtype": "float16"},
-            "`dtype` must be one of auto, bfloat16, float32, float64, not 'float16'",
-        ),
-        (ModelConfig, {"dtype": ["auto"]}, "float64, not ['auto']"),
-        (ModelConfig, {"hidden_dim": "7"}, "`hidden_dim` must be an integer or None, not '7'"),
-        (ModelConfig, {"dropout": "x"}, "`dropout` must be a number, not 'x'"),
-        (ModelConfig, {"dropout": 10**400}, "must be finite in float32"),
-        (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
-        (ModelConfig, {"ngram_sizes": (2, True)}, "each item an integer, not (2, True)"),
-        (ModelConfig, {"ngram_sizes": 2}, "must be a tuple, each item an integer, not 2"),
-        (
-            ModelConfig,
-            {"ngram_sizes": (2, 2)},
-            "`ngram_sizes=(2, 2)` must be above 1 and ascending",
-        ),
-        (
-            ModelConfig,
-            {"ngram_sizes": (64,), "block_size": 99},
-            "at most 63 and at most `block_size=99`",
-        ),
-        (ModelConfig, {"head_bias": True}, "`head_bias=True` needs `tie_embeddings=False`"),
-        (ModelConfig, {"qk_norm_scale": True}, "`qk_norm_scale=True` needs `qk_norm=True`"),
-        (ModelConfig, {"positions": "rotary", "head_dim": 5}, "needs an even head size"),
-        (ModelConfig, {"num_kv_heads": 8}, "`num_heads=4` must be divisible by `num_kv_heads=8`"),
-        (
-            ModelConfig,
-            {"positions": "rotary", "embed_dim": 20},
-            "`positions='rotary'` needs an even head size: `embed_dim=20` over `num_heads=4` is 5",
-        ),
-        (ModelConfig, {"norm_scale": 1}, "`norm_scale` must be True or False, not 1"),
-        (OptimizerConfig, {"min_learning_rate": 0.5}, "`min_learning_rate=0.5` is above"),
-        (DataConfig, {"data": ()}, "`data=()` must name a corpus"),
-        (DataConfig, {"data": ("",)}, "`data=('',)` must name a corpus"),
-        (DataConfig, {"bpe_vocab_size": 256}, "`bpe_vocab_size=256` must be at least 257"),
-        (
-            DataConfig,
-            {"bpe_vocab_size": 2**31},
-            "`bpe_vocab_size=2147483648` must be at most 1048576",
-        ),
-        (DataConfig, {"validation_fraction": 0.0}, "`validation_fraction=0.0` must be positive"),
-        (DataConfig, {"validation_fraction": 0.7, "test_fraction": 0.3}, "leave no text for"),
-        (DataConfig, {"tokenizer": "gpt2"}, "`tokenizer='gpt2'` needs tokenizer_files"),
-        (TrainConfig, {"micro_batches": "all"}, "must be an integer or auto, not 'all'"),
         (TrainConfig, {"micro_batches": "auto", "mesh": "data=5"}, "is 12, which 5 doesn't divide"),
-        (TrainConfig, {"eval_tokens": 64}, "`eval_tokens=64` must be above `block_size=64`"),
-        (TrainConfig, {"seed": 2**32}, "`seed=4294967296` must be at most 4294967295"),
-        (TrainConfig, {"name": "a/b"}, "`name='a/b'` must be a plain folder name"),
-        (TrainConfig, {"name": ""}, "`name=''` must be a plain folder name"),
-        (TrainConfig, {"name": "."}, "`name='.'` must be a plain folder name"),
-        (TrainConfig, {"name": ".."}, "`name='..'` must be a plain folder name"),
-        (TrainConfig, {"model": OptimizerConfig()}, "`model` must be a ModelConfig, not Optim"),
-        (ModelConfig, {"embed_dim": np.int64(8)}, "an integer, not np.int64(8): its item() is one"),
-        (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
     ],
 )
-def test_a_bad_value_is_rejected_by_name(kind, fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_bad_value_is_rejected_by_name(kind, fields, word):
+    with pytest.raises(ValueError, match=re.escape(word)):
         kind(**fields)
 
 
-INF = math.inf
 BOUNDS = {
-    "be positive": (
-        (0, -1),
+    "positive": (
+        (0, -1, math.nan),
         """vocab_size block_size num_layers num_heads num_kv_heads head_dim embed_dim hidden_dim
         rotary_base norm_epsilon attention_scale attention_window ngram_rows logit_softcap
         learning_rate schedule_steps muon_learning_rate embedding_learning_rate
         steps batch_size micro_batches eval_interval steps_per_call patience
         keep_best keep_last keep_every log_interval""",
     ),
-    "not be negative": (
-        (-1,),
-        """min_learning_rate warmup_steps weight_decay gradient_clip muon_weight_decay
-        seed sample_tokens""",
+    "negative": (
+        (-1, math.nan),
+        "min_learning_rate warmup_steps weight_decay gradient_clip muon_weight_decay sample_tokens",
     ),
-    "be at least 0 and below 1": (
-        (1.0, 1.5, -0.1),
-        "dropout ngram_dropout decay_fraction validation_fraction test_fraction",
+    "below 1": (
+        (1.0, 1.5, -0.1, math.nan),
+        """dropout ngram_dropout decay_fraction validation_fraction test_fraction
+        beta1 beta2 muon_momentum ema_decay""",
     ),
-    # what float32 rounds to 1: nothing is learned, and an average is 0 / 0
-    "be at least 0 and below 1 in float32, which rounds 0.99999998 to 1": (
-        (1.0, -0.1, 0.99999998),
-        "beta1 beta2 muon_momentum ema_decay",
-    ),
-    "be finite in float32": (
-        (INF, -INF, math.nan),
-        "dropout rotary_base norm_epsilon attention_scale logit_softcap learning_rate weight_decay",
-    ),
+    "finite": ((math.inf, -math.inf), "rotary_base logit_softcap learning_rate weight_decay"),
 }
 KIND_OF: dict[str, Any] = {
     field.name: kind
@@ -162,18 +115,16 @@ KIND_OF: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "bound"),
-    [
-        (name, value, bound)
-        for bound, (values, names) in BOUNDS.items()
-        for name in names.split()
-        for value in values
-    ],
-)
-def test_a_number_out_of_bounds_is_rejected_by_name(name, value, bound):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value} must {bound}')}$"):
-        KIND_OF[name](**{name: value})
+def test_a_number_out_of_bounds_is_rejected_by_name():
+    for word, (values, names) in BOUNDS.items():
+        for name in names.split():
+            for value in values:
+                # Not a number is refused as an integer, or as what isn't finite.
+                expected = word
+                if math.isnan(value):
+                    expected = "integer|finite"
+                with pytest.raises(ValueError, match=rf"^`{name}\b.*(must|not) .*({expected})"):
+                    KIND_OF[name](**{name: value})
 
 
 def test_one_text_may_stand_alone():
@@ -186,60 +137,11 @@ def test_what_is_odd_and_fine():
     ModelConfig(num_kv_heads=1, positions="rotary")
     OptimizerConfig(schedule="constant", min_learning_rate=0.5)
     OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
-    OptimizerConfig(beta2=0.99999997, ema_decay=0.99999997)  # float32 keeps it below 1
     TrainConfig(micro_batches="auto", mesh="data=4")
     # the limits themselves
-    ModelConfig(num_layers=1024)
     ModelConfig(ngram_sizes=(2, 8), block_size=8)
     DataConfig(bpe_vocab_size=257)
-    DataConfig(bpe_vocab_size=2**20)
     TrainConfig(seed=2**32 - 1)
-
-
-INTEGERS = [
-    name
-    for name, kind in KIND_OF.items()
-    if {int} & {(hint := get_type_hints(kind)[name]), *get_args(hint)}
-    and get_origin(hint) is not tuple
-]
-
-
-@pytest.mark.parametrize("name", INTEGERS)
-def test_an_integer_beyond_all_use_is_rejected_in_a_line(name):
-    kind = KIND_OF[name]
-    for value in (99_999_999_999_999_999_999, 2**32 + 1):
-        with pytest.raises(ValueError, match=rf"^{name}={value} must be at most \d+$"):
-            kind(**{name: value})
-    with pytest.raises(ValueError, match=rf"^{name}=1000+\.\.\.0+ must be") as refusal:
-        kind(**{name: 10**400})
-    assert len(str(refusal.value)) < 99
-
-
-def test_large_and_not_beyond_use():
-    """Larger than anyone has trained, in each direction."""
-    ModelConfig(embed_dim=2**20, hidden_dim=2**24, vocab_size=2**24)
-    ModelConfig(block_size=2**27, ngram_sizes=(2, 63), ngram_rows=2**25, num_layers=1024)
-    OptimizerConfig(warmup_steps=2**31 - 1, gradient_clip=10**12)
-    big = TrainConfig(
-        model=ModelConfig(block_size=2**17),
-        steps=2**31 - 1,
-        batch_size=2**9,
-        steps_per_call=63,
-        eval_tokens=2**32,
-    )
-
-    with pytest.raises(
-        ValueError,
-        match=r"`steps_per_call=64` times `batch_size=512` times `block_size=131072` is 4,294,967,296 ",
-    ):
-        dataclasses.replace(big, steps_per_call=64)
-
-
-def test_the_largest_number_of_float32_is_a_number_and_no_larger_one_is():
-    largest = float(np.finfo(np.float32).max)
-    assert OptimizerConfig(learning_rate=largest).learning_rate == largest
-    with pytest.raises(ValueError, match=r"`learning_rate=1e\+40` must be finite in float32"):
-        OptimizerConfig(learning_rate=1e40)
 
 
 @pytest.mark.parametrize(
@@ -290,33 +192,18 @@ def test_any_config_survives_json_exactly(model, learning_rate, sources, out, se
     assert to_json(again) == to_json(config)
 
 
-def test_every_source_is_checked_and_not_one_by_chance():
-    for _ in range(20):
-        with pytest.raises(ValueError, match="must be"):
-            DataConfig(data=("a", "b", "c", 4))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "word"),
     [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "TrainConfig must be an object, not list"),
-        ("null", "TrainConfig must be an object, not NoneType"),
-        ('{"model": 3}', "ModelConfig must be an object, not int"),
+        ("{", "line 1 column 2"),
         ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
         ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
         ('{"steps": "many"}', "`steps` must be an integer, not 'many'"),
-        ('{"steps": null}', "`steps` must be an integer, not None"),
-        (
-            '{"dataset": {"data": [["a"]]}}',
-            "`data` must be a tuple, each item a string, not (['a'],)",
-        ),
+        ('{"dataset": {"data": [["a"]]}}', "`data` must be a tuple, each item a string"),
     ],
 )
-def test_damaged_json_is_rejected(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_mistake_in_json_is_named(text, word):
+    with pytest.raises(ValueError, match=re.escape(word)):
         from_json(TrainConfig, text)
 
 

@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig, TokenDtype
 from jgpt.data.dataset import Dataset, count_characters, load_dataset, load_text, require_usable
-from jgpt.data.tokenizers import NumberTokenizer, Tokenizer, UnencodableText
+from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
 from jgpt.fields import Make
 from jgpt.fitting.progress import Progress
 from jgpt.hardware import current_platform
 from jgpt.nn.loss import bits_per_character
-from jgpt.nn.models import LanguageModel, named_parameters, weights_of
+from jgpt.nn.models import weights_of
 from jgpt.nn.precision import run_for_platform
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
@@ -25,7 +24,6 @@ from jgpt.runs.load import load
 from jgpt.runs.provenance import known_micro_batches, known_text
 from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import Evaluator
-from jgpt.words import counted
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def evaluate(
         run_directory, model=model, tokenizer=tokenizer, which=which
     )
     size = _window_size(window, config.model.block_size)
-    data = _other_data(data, split, data_field, token_dtype)
+    data = _other_data(data, split)
     directory = RunDirectory.open(run_directory)
     lines = directory.provenance()
     if config.micro_batches == "auto":
@@ -98,7 +96,8 @@ def evaluate(
     decided = run_for_platform(config, current_platform())
     evaluator = Evaluator(decided, tokens, parameters)
     loss = evaluator.exact(weights, progress.evaluating)
-    _require_finite_loss(loss, loaded, run_directory)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of {run_directory} is {loss}: it has diverged")
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = None
@@ -117,21 +116,12 @@ def _window_size(window: int | None, block_size: int) -> int:
     return window
 
 
-def _other_data(
-    data: str | tuple[str, ...],
-    split: str,
-    data_field: str | None,
-    token_dtype: TokenDtype | None,
-) -> tuple[str, ...]:
+def _other_data(data: str | tuple[str, ...], split: str) -> tuple[str, ...]:
     """Return the sources of another text, if there are any."""
     if isinstance(data, str):
         data = (data,)
     if data and split == "test":
         raise ValueError(f"give `data` or `split={split!r}`, not both")
-    of_other_text = {"data_field": data_field, "token_dtype": token_dtype}
-    for name, value in of_other_text.items():
-        if value is not None and not data:
-            raise ValueError(f"`{name}={value!r}` is for another text: give `data`")
     return data
 
 
@@ -185,33 +175,7 @@ def _read_other_text(
     config: DataConfig, tokenizer: Tokenizer, progress: Progress
 ) -> Integer[np.ndarray, " tokens"]:
     """Return the tokens of another text."""
-    try:
-        tokens = load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
-    except UnencodableText as error:
-        raise ValueError(
-            f"{' '.join(config.data)} can't be encoded by the run's tokenizer: {error}"
-        ) from None
-    if len(tokens) < 2:
-        raise ValueError(
-            f"{' '.join(config.data)} has {counted(len(tokens), 'token')}: an evaluation needs two"
-        )
-    return tokens
-
-
-def _require_finite_loss(loss: float, model: LanguageModel, run_directory: str | Path) -> None:
-    """Raise FloatingPointError for a loss that is not finite, naming the parameter that causes
-    it."""
-    if math.isfinite(loss):
-        return
-    for name, parameter in named_parameters(model).items():
-        if not jnp.isfinite(parameter[...]).all():
-            raise FloatingPointError(
-                f"the loss of {run_directory} is {loss}: {name} is not finite, so the weights "
-                "have diverged or are damaged"
-            )
-    raise FloatingPointError(
-        f"the loss of {run_directory} is {loss}, although all weights are finite"
-    )
+    return load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
 
 
 def _perplexity(loss: float) -> float:

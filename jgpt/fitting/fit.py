@@ -38,21 +38,14 @@ from jgpt.nn.models import LanguageModel
 from jgpt.parallel.mesh import current_mesh, use_mesh
 from jgpt.parallel.processes import raise_in_all_processes, require_same
 from jgpt.runs.checkpoints import Checkpoints
-from jgpt.runs.directory import CHECKPOINTS, LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
+from jgpt.runs.directory import LOSS_PICTURE, METRICS, SAMPLES, RunDirectory
 from jgpt.runs.load import describe_loaded, load
 from jgpt.runs.target import choose_target
 from jgpt.shapes.contract import typed
-from jgpt.training.custom_objective import (
-    first_loss,
-    require_finite,
-    require_gradient,
-    trace_objective,
-    unread_arrays,
-)
+from jgpt.training.custom_objective import require_gradient, trace_objective, unread_arrays
 from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.optimizer import trained_weights
 from jgpt.training.plan import Plan, make_plan, with_process_memory
-from jgpt.training.state import TrainState, dropout_stream, init_state, is_finite
+from jgpt.training.state import TrainState, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
 from jgpt.user_code import custom_code, describe_error, with_code
 
@@ -355,15 +348,7 @@ def _starting_state(prepared: PreparedRun, run: RunDirectory) -> TrainState:
         return init_state(config, arrays)
     # Read-only: the remains of a killed process are deleted once nothing can reject the start.
     with Checkpoints(run, prepared.config.recorded, read_only=True) as checkpoints:
-        state = checkpoints.restore(config)
-    # A step from this state would not be finite either, and would be skipped.
-    if not is_finite(config, state):
-        damaged = run.path / CHECKPOINTS / str(int(state.step))
-        raise ValueError(
-            f"checkpoint {damaged} has values that are not finite: delete it to resume from the "
-            "one before, or use `overwrite=True` with a lower `learning_rate`"
-        )
-    return state
+        return checkpoints.restore(config)
 
 
 def _check_custom_code(
@@ -371,7 +356,7 @@ def _check_custom_code(
 ) -> None:
     """Trace custom code and what is logged of it, to raise errors before anything is written.
 
-    Also make the next batch, and compute a custom objective on it.
+    Also make the next batch.
     """
     config = prepared.config.trained
     if not any(custom_code(config).values()) and not config.log:
@@ -387,34 +372,12 @@ def _check_custom_code(
     # With the arguments of the first call, which then finds the traced steps in JAX's cache.
     arguments = (state, windows, dropout_stream(config.seed), 0, int(state.step))
     train_steps.eval_shape(*arguments)  # type: ignore[attr-defined]
-    if config.mesh is not None and (config.optimizer.make or config.objective):
-        _require_derivatives(config.mesh, train_steps, arguments)
-
-
-def _require_derivatives(
-    mesh: str, train_steps: jax.stages.Wrapped, arguments: tuple[Any, ...]
-) -> None:
-    """Raise ValueError for an optimizer or objective with derivatives that a mesh doesn't have.
-
-    Gathered parameters have a derivative of their own, in reverse mode alone. That gradient has
-    every derivative, such as the product with the Hessian that Sophia takes; the loss itself has no
-    forward-mode derivative. JAX finds that out only when the steps are lowered.
-    """
-    try:
-        train_steps.lower(*arguments)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise ValueError(
-            "the optimizer or objective needs forward-mode derivatives, which parameters that "
-            f"are gathered over a mesh don't have: leave out `mesh={mesh!r}`"
-        ) from None
 
 
 def _check_objective(
     prepared: PreparedRun, state: TrainState, made: OwnBatches | None, progress: Progress
 ) -> None:
-    """Raise ValueError for an objective that is not pure, has no gradient, or is not finite.
+    """Raise ValueError for an objective that is not pure or has no gradient.
 
     Warn if it does not read the weights or the documents of a batch.
     """
@@ -441,8 +404,6 @@ def _check_objective(
     if made is not None:
         for name in unread_arrays(program, first):
             progress.warned(f"the objective does not read the {name} that the batches have")
-    weights = trained_weights(state.weights, state.optimizer)
-    require_finite(first_loss(config, weights, first, dropout_stream(config.seed)))
 
 
 def _sample_or_warn(

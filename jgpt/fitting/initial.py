@@ -24,7 +24,6 @@ from jgpt.fields import Code
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
-from jgpt.runs.checkpoints import DamagedCheckpoint
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load, load_pretrained
 from jgpt.training.optimizer import is_trainable
@@ -78,28 +77,16 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
             tokenizer_code = None
             if saved.dataset.make is not None:
                 tokenizer_code = config.dataset.make
-            try:
-                model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
-            except DamagedCheckpoint as error:
-                raise error.without_choice() from None
+            model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
-        _require_one_tokenizer(source, tokenizer, config.dataset, saved_data)
+        named = named_fields(config.dataset, saved_data)
+        require_named_tokenizer(f"`initial={source!r}`", tokenizer, named)
     # On the host, since restored arrays are committed to a device, and a mesh has others.
     arrays = {}
     for name, variable in named_parameters(model).items():
         arrays[name] = np.asarray(variable.get_value())
     return Initial(source, arrays, tokenizer)
-
-
-def _require_one_tokenizer(
-    source: str, tokenizer: Tokenizer, config: DataConfig, saved: DataConfig
-) -> None:
-    """Raise ValueError if a config names another tokenizer than that of the weights."""
-    if config.make is not None and not isinstance(tokenizer, CustomTokenizer):
-        custom = Code.of(config.make).named
-        raise _other_tokenizer(f"`initial={source!r}`", f"`tokenizer={custom!r}`")
-    require_named_tokenizer(f"`initial={source!r}`", tokenizer, named_fields(config, saved))
 
 
 def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
@@ -108,7 +95,7 @@ def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
     A default may not have been written by anyone, and a run's own fields name its own tokenizer.
     """
     if config.make is not None:  # which counts instead of these fields
-        return {}
+        return {"tokenizer": Code.of(config.make).named}
     defaults = DataConfig()
     named = {}
     for name in TOKENIZER_FIELDS:
@@ -125,21 +112,18 @@ def require_named_tokenizer(owner: str, tokenizer: Tokenizer, named: Mapping[str
     """
     for name, value in named.items():
         if not _is_named(tokenizer, name, value):
-            raise _other_tokenizer(owner, f"`{name}={value!r}`")
+            raise ValueError(
+                f"{owner} has a tokenizer, which the run takes: leave out `{name}={value!r}`"
+            )
 
 
 def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     """Return whether a field and its value fit a tokenizer."""
     if name == "tokenizer":
-        return isinstance(tokenizer, _KINDS[value])
+        return isinstance(tokenizer, _KINDS.get(value, CustomTokenizer))
     if name == "tokenizer_files":
         return BPETokenizer.from_gpt2(value).has_same_tokens(tokenizer)
     return tokenizer.vocab_size == value
-
-
-def _other_tokenizer(owner: str, named: str) -> ValueError:
-    message = f"{owner} has a tokenizer, which the run takes: leave out {named}"
-    return ValueError(message)
 
 
 def tokenizer_of(source: str) -> Tokenizer:
@@ -149,14 +133,14 @@ def tokenizer_of(source: str) -> Tokenizer:
     return read_folder_tokenizer(find_model(source), MAX_NUMBERS)
 
 
-def require_same_tokenizer(initial: Initial, dataset: Dataset) -> None:
-    """Raise ValueError for a dataset that another tokenizer made than that of the weights."""
-    if initial.tokenizer is None or is_same_vocabulary(initial.tokenizer, dataset.tokenizer):
-        return
-    raise ValueError(
-        f"the dataset has another tokenizer than `initial={initial.source!r}`: make it with "
-        "that one, as in Dataset.from_tokens(tokens, tokenizer=tokenizer)"
-    )
+def require_same_tokenizer(owner: str, tokenizer: Tokenizer, dataset: Dataset) -> None:
+    """Raise ValueError for a dataset that another tokenizer made than that of the owner's
+    weights."""
+    if not is_same_vocabulary(tokenizer, dataset.tokenizer):
+        raise ValueError(
+            f"the dataset has another tokenizer than {owner}: make it with that one, as in "
+            "Dataset.from_tokens(tokens, tokenizer=tokenizer)"
+        )
 
 
 def require_trainable(config: TrainConfig) -> None:
@@ -194,13 +178,12 @@ def require_fitting(initial: Initial, config: TrainConfig) -> None:
         # Without `trainable`, all parameters are trained, and none of them may be absent.
         if found is None and trainable and is_trainable(name, trainable):
             continue
-        if found is None and trainable:
-            raise ValueError(
-                f"`initial={initial.source!r}` has no {name}, and `trainable={trainable!r}` "
-                "does not name it: a parameter that is frozen must have its name in the "
-                "initial weights, which a module that wraps another one changes"
-            )
         remedy = ""
+        if found is None and trainable:
+            remedy = (
+                f"; `trainable={trainable!r}` does not name it, and a frozen parameter must be in "
+                "the initial weights by its name, which a module that wraps another one changes"
+            )
         if name == "position_embedding.embedding":
             remedy = "; with `positions='rotary'` a block has any length"
         if shape != found:

@@ -53,7 +53,7 @@ class MetricsLogger:
         self._tokens = 0
         self.tokens_per_second: float | None = None
         """The last throughput that was measured; None at the start."""
-        self.failure: OSError | ValueError | None = None
+        self.failure: OSError | None = None
         """The error of process 0 in writing; `finish` raises it in all processes."""
         self.tracker_failure: OSError | None = None
         """The error of a tracker, which doesn't prevent the state from being saved."""
@@ -185,7 +185,7 @@ class MetricsLogger:
         try:
             if process_index() == 0:
                 self._run.append(METRICS, lines, durable=durable)
-        except (OSError, ValueError) as error:  # ValueError is for a link or a directory
+        except OSError as error:
             if self.failure is None:  # the first error is the cause
                 self.failure = error
         for line in lines:

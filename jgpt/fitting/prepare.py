@@ -10,7 +10,7 @@ from typing import Any
 from jgpt.config import TrainConfig
 from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
-from jgpt.data.tokenizers import CustomTokenizer, UnencodableText, is_same_vocabulary
+from jgpt.data.tokenizers import CustomTokenizer
 from jgpt.fitting.initial import (
     Initial,
     named_fields,
@@ -98,8 +98,8 @@ def prepare(
         if isinstance(dataset.tokenizer, CustomTokenizer):
             config = with_code(config, tokenizer=dataset.tokenizer.make)
         _require_same_dataset(dataset, config, target.saved)
-        if weights is not None:
-            require_same_tokenizer(weights, dataset)
+        if weights is not None and weights.tokenizer is not None:
+            require_same_tokenizer(f"`initial={weights.source!r}`", weights.tokenizer, dataset)
     recorded = with_vocabulary_and_dtype(config, dataset.tokenizer.vocab_size, machine.platform)
     require_trainable(recorded)
     if weights is not None:
@@ -164,8 +164,7 @@ def _require_initial(initial: Initial | None, saved: SavedRun) -> None:
     """
     recorded: dict[str, Any] = {}
     for line in saved.provenance:
-        if isinstance(line.get("initial"), dict):
-            recorded = line["initial"]
+        recorded = line.get("initial", recorded)
     if not saved.checkpoints:
         if recorded and initial is None:
             raise ValueError(
@@ -214,21 +213,10 @@ def _load_text(
             warn=progress.warned,
             progress=tokenized,
         )
-    except UnencodableText as error:
-        if target.saved is None and weights is not None and weights.tokenizer is not None:
-            raise _other_characters(config, weights, str(error)) from None
-        raise
     except KeyboardInterrupt:
         if stop_is_asked:
             raise StoppedBeforeTraining(target.path) from None
         raise
-
-
-def _other_characters(config: TrainConfig, weights: Initial, why: str) -> ValueError:
-    return ValueError(
-        f"{' '.join(config.dataset.data)} can't be encoded by the tokenizer of "
-        f"`initial={weights.source!r}`: {why}"
-    )
 
 
 def _require_same_dataset(dataset: Dataset, config: TrainConfig, saved: SavedRun | None) -> None:
@@ -236,8 +224,7 @@ def _require_same_dataset(dataset: Dataset, config: TrainConfig, saved: SavedRun
     known = None
     if saved is not None:
         known = saved.text
-        if not is_same_vocabulary(saved.tokenizer, dataset.tokenizer):
-            raise ValueError("the dataset has another tokenizer than the run to resume")
+        require_same_tokenizer(f"`out={str(saved.path)!r}`", saved.tokenizer, dataset)
     require_usable(dataset, config.dataset, config.model.block_size, known)
 
 

@@ -23,18 +23,6 @@ class ResolvedConfig:
     """The config that is compiled. Only its `eval_tokens` may still be `auto`, which a plan
     decides."""
 
-    def __post_init__(self) -> None:
-        model = self.trained.model
-        choices = {
-            "micro_batches": self.trained.micro_batches,
-            "dtype": model.dtype,
-            "activation_dtype": model.activation_dtype,
-            "attention_kernel": model.attention_kernel,
-        }
-        for name, choice in choices.items():
-            if choice == "auto":
-                raise ValueError(f"{name}=auto must be replaced by a value before training")
-
 
 def with_vocabulary_and_dtype(
     config: TrainConfig, vocab_size: int, platform: Platform

@@ -81,24 +81,24 @@ class Trackers:
                 tracker = opener(run, step, config, new)
             except Exception as error:  # each package raises its own kinds
                 raise _failure(name, error) from error
-            self._threads[name] = _Thread(tracker)
+            self._threads[name] = _Thread(name, tracker)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Log the metrics of a step. Raises OSError for a tracker that has failed."""
         for name, thread in list(self._threads.items()):
             try:
                 thread.call(lambda tracker: tracker.log(values, step), LOG_SECONDS)
-            except Exception as error:
+            except OSError:
                 del self._threads[name]
-                raise _failure(name, error) from error
+                raise
 
     def close(self, warn: Callable[[str], None]) -> None:
         """Close the trackers. A failure is only a warning, since training has ended."""
-        for name, thread in self._threads.items():
+        for thread in self._threads.values():
             try:
                 thread.call(lambda tracker: tracker.close(), CLOSE_SECONDS)
-            except Exception as error:
-                warn(str(_failure(name, error)))
+            except OSError as error:
+                warn(str(error))
         self._threads.clear()
 
 
@@ -116,23 +116,24 @@ class _Thread:
     """A daemon thread that calls a tracker, so that the process can end even if a call never
     returns."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
         self._tracker = tracker
         self._calls: queue.SimpleQueue[Callable[[Tracker], None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="tracker").start()
 
     def call(self, function: Callable[[Tracker], None], seconds: float) -> None:
-        """Call a function of the tracker. Raises its errors, and TimeoutError after `seconds`."""
+        """Call a function of the tracker. Raises OSError for its errors, and after `seconds`."""
         self._calls.put(function)
         try:
             error = self._results.get(timeout=seconds)
         except queue.Empty:
             # The caller doesn't call this thread again, so a late result is never taken for that of
             # another call.
-            raise TimeoutError(f"it has not answered for {seconds} seconds") from None
+            error = TimeoutError(f"it has not answered for {seconds} seconds")
         if error is not None:
-            raise error
+            raise _failure(self._name, error) from error
 
     def _work(self) -> None:
         while True:

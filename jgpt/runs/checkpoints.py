@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -45,32 +44,6 @@ Which = Literal["best", "last"] | int
 
 WAITED_FOR = 256 << 20
 """The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
-
-
-class DamagedCheckpoint(ValueError):
-    """The error for a checkpoint that is damaged, with what to do about it."""
-
-    def __init__(self, damage: str, folder: Path, intact: int | None) -> None:
-        self.damage = damage
-        self.folder = folder
-        self.intact = intact
-        """The newest other checkpoint that is intact, if there is one."""
-        advice = "the run has no other intact checkpoint"
-        if intact is not None:
-            advice = (
-                f"checkpoint {intact} is intact: use `which={intact}`, or delete {folder} to "
-                "resume from the others"
-            )
-        super().__init__(f"{damage}; {advice}")
-
-    def without_choice(self) -> ValueError:
-        """Return the error for those who can't choose a checkpoint, as in training."""
-        if self.intact is None:
-            return self
-        return ValueError(
-            f"{self.damage}; checkpoint {self.intact} is intact: delete {self.folder} to use the "
-            "others"
-        )
 
 
 def _is_alone(tree: Any) -> bool:
@@ -174,12 +147,8 @@ class Checkpoints:
         # Under another name until it is complete, so that a killed process leaves no checkpoint.
         partial = self._path / f"saving-{step}"
         self._begin_writing(partial, step, state)
-        array_counts = {
-            "weights": len(jax.tree.leaves(state.weights)),
-            "optimizer": len(jax.tree.leaves(state.optimizer)),
-        }
         self._saving = self._background.submit(
-            self._finish, partial, step, validation_loss, array_counts, unevaluated
+            self._finish, partial, step, validation_loss, unevaluated
         )
         if _is_large_on_cpu(state):
             self.wait()
@@ -192,10 +161,8 @@ class Checkpoints:
             weights=ocp.args.StandardSave(state.weights),
             optimizer=ocp.args.StandardSave(_as_saved(state.optimizer)),
         )
-        try:
+        with self._naming_failure(step):
             self._orbax.save(directory, args=parts)
-        except Exception as error:
-            raise self._failed(step, error) from error
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Add the loss to a step's checkpoint and delete old checkpoints, asynchronously."""
@@ -265,10 +232,7 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
         """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        try:
-            step, arrays = self._restore(config, which, _expected_state)
-        except DamagedCheckpoint as error:
-            raise error.without_choice() from None
+        step, arrays = self._restore(config, which, _expected_state)
         # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
         arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
         return stack_state(config, TrainState(**arrays))
@@ -327,27 +291,20 @@ class Checkpoints:
             if process_index() == 0:
                 read = verify
             manifest = self._read(read, step)
-        self._require_same_model(manifest)
+        differences = []
         if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
-            raise ValueError(
-                f"checkpoint {self._folder(step)} was saved with another tokenizer than the "
-                "run's; they belong to different runs"
-            )
-
-    def _require_same_model(self, manifest: Manifest) -> None:
-        """Raise ValueError naming a field of the model that a checkpoint has with another value."""
+            differences.append("another tokenizer than the run's")
         # Tuples become lists, as in the manifest.
         fields = json.loads(json.dumps(as_dict(self._config.model)))
         for name, saved in manifest.model.items():
-            # A field that this version lacks, or code, of which a manifest has only the name.
-            if name == "make" or name not in fields:
-                continue
-            if fields[name] != saved:
-                raise ValueError(
-                    f"checkpoint {self._folder(manifest.step)} was saved with "
-                    f"`{name}={saved!r}`, the config has `{name}={fields[name]!r}`; they belong "
-                    "to different runs"
-                )
+            # Code is recorded by its name and digest, which `changed_code` compares.
+            if name != "make" and fields.get(name) != saved:
+                differences.append(f"`{name}={saved!r}` and not {fields.get(name)!r}")
+        if differences:
+            raise ValueError(
+                f"checkpoint {self._folder(step)} was saved with {', '.join(differences)}: it "
+                "belongs to another run"
+            )
 
     def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
         """Read or verify a checkpoint; if it is damaged, the error names another one that is
@@ -355,8 +312,11 @@ class Checkpoints:
         try:
             return read(self._folder(step))
         except ValueError as error:
+            advice = "the run has no other intact checkpoint"
             intact = self._newest_intact(except_step=step)
-            raise DamagedCheckpoint(str(error), self._folder(step), intact) from None
+            if intact is not None:
+                advice = f"checkpoint {intact} is intact: delete {self._folder(step)} to use it"
+            raise ValueError(f"{error}; {advice}") from None
 
     def _newest_intact(self, *, except_step: int) -> int | None:
         """Return the newest step, except `except_step`, whose checkpoint is intact, or None."""
@@ -401,41 +361,37 @@ class Checkpoints:
         partial: Path,
         step: int,
         validation_loss: float | None,
-        array_counts: dict[str, int],
         unevaluated: dict[str, Any] | None,
     ) -> None:
         """Finish a save in the background: wait for Orbax, write the manifest, rename, delete old
         ones."""
         try:
-            self._orbax.wait_until_finished()  # in all processes
-            if process_index() != 0:
-                return
-            for part, count in array_counts.items():
-                _require_arrays(partial / part, count)
-            # This order ensures that a directory with the name of a step is complete: all files are
-            # on disk, then the manifest that lists them, and last the name.
-            sync_below(partial)  # Orbax syncs arrays, but not its metadata
-            files = {}
-            for name, path in files_below(partial):
-                files[name] = (path.stat().st_size, sha256_of(path))
-            manifest = Manifest(
-                step=step,
-                validation_loss=validation_loss,
-                model=as_dict(self._config.model),
-                tokenizer=sha256_of(self.run.path / TOKENIZER),
-                files=files,
-                unevaluated=unevaluated,
-            )
-            manifest.write(partial)
-            self.run.require_in_place()
-            os.replace(partial, self._folder(step))
-            sync_directory(self._path)
-        except MovedDirectory:
-            raise
-        except Exception as error:
+            with self._naming_failure(step):
+                self._orbax.wait_until_finished()  # in all processes
+                if process_index() != 0:
+                    return
+                # This order ensures that a directory with the name of a step is complete: all files
+                # are on disk, then the manifest that lists them, and last the name.
+                sync_below(partial)  # Orbax syncs arrays, but not its metadata
+                files = {}
+                for name, path in files_below(partial):
+                    files[name] = sha256_of(path)
+                manifest = Manifest(
+                    step=step,
+                    validation_loss=validation_loss,
+                    model=as_dict(self._config.model),
+                    tokenizer=sha256_of(self.run.path / TOKENIZER),
+                    files=files,
+                    unevaluated=unevaluated,
+                )
+                manifest.write(partial)
+                self.run.require_in_place()
+                os.replace(partial, self._folder(step))
+                sync_directory(self._path)
+        except Exception:
             if process_index() == 0:
                 self.run.delete_checkpoints(())
-            raise self._failed(step, error) from error
+            raise
         finally:
             self._save_ended = time.monotonic()
         # An unevaluated state deletes nothing yet: if its loss is not finite, the last good
@@ -449,7 +405,7 @@ class Checkpoints:
             saving.result()
         if not self._writes:
             return
-        try:
+        with self._naming_failure(step):
             self.run.require_in_place()
             folder = self._folder(step)
             manifest = dataclasses.replace(
@@ -463,21 +419,24 @@ class Checkpoints:
             os.replace(beside / MANIFEST, folder / MANIFEST)
             beside.rmdir()
             sync_directory(folder)
-        except MovedDirectory:
-            raise
-        except Exception as error:
-            raise self._failed(step, error) from error
         self._delete_old()
 
-    def _failed(self, step: int, error: Exception) -> OSError:
-        steps = self.steps()
-        last = "there is no other yet"
-        if steps:
-            last = f"the last good checkpoint is step {steps[-1]}"
-        return OSError(
-            f"the checkpoint of step {step} could not be written to {self._path} "
-            f"({_reason(error)}); {last}: free some space and use `resume=True`"
-        )
+    @contextlib.contextmanager
+    def _naming_failure(self, step: int) -> Iterator[None]:
+        """Raise OSError naming the last good checkpoint if a step's can't be written."""
+        try:
+            yield
+        except MovedDirectory:
+            raise
+        except Exception as error:  # Orbax raises many kinds
+            last = "there is no other yet"
+            steps = self.steps()
+            if steps:
+                last = f"the last good checkpoint is step {steps[-1]}"
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self._path} "
+                f"({_reason(error)}); {last}: free some space and use `resume=True`"
+            ) from error
 
     def _delete_old(self) -> None:
         """Delete all checkpoints but the best, the last and every Nth."""
@@ -511,25 +470,6 @@ def _expected_weights(config: TrainConfig) -> dict[str, Any]:
     model = abstract_model(config.model)
     specs = jax.tree.map(without_trailing_none, weight_specs(model, current_mesh()))
     return {"weights": abstract_arrays(weights_of(model), specs)}
-
-
-def _require_arrays(directory: Path, count: int) -> None:
-    """Raise OSError unless `count` arrays are there, each with the files of all its chunks.
-
-    The manifest lists the files that it finds. If TensorStore interprets a path in another way than
-    the system does, it writes them elsewhere, without an error.
-    """
-    headers = list(directory.glob("*/.zarray"))
-    if len(headers) != count:
-        raise OSError(f"{len(headers)} of {count} arrays are in {directory}")
-    for path in headers:
-        header = json.loads(path.read_text())
-        chunks = 1  # a scalar is one chunk
-        for size, chunk_size in zip(header["shape"], header["chunks"], strict=True):
-            chunks *= math.ceil(size / chunk_size)
-        found = len(list(path.parent.iterdir())) - 1  # minus the header
-        if found != chunks:
-            raise OSError(f"{path.parent} has {found} of {chunks} files")
 
 
 def _is_large_on_cpu(state: TrainState) -> bool:

@@ -43,7 +43,6 @@ WANDB_ID = "wandb.id"
 # A new run that replaces an old one starts these files afresh; `create` replaces config and
 # tokenizer.
 _REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
-_FILES = (CONFIG, TOKENIZER, LOCK, *_REPLACED)
 _BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
 _BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
 
@@ -161,24 +160,26 @@ class RunDirectory:
     def open(cls, path: str | Path) -> Self:
         """Open an existing run. Raises FileNotFoundError if there is none."""
         path = Path(path)
-        if not cls.exists(path):
-            # a likely mistake: RUN/checkpoints/STEP
-            run = path.parent.parent
-            step = path.name
-            if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
-                raise FileNotFoundError(
-                    f"{path} is a checkpoint, not a run directory: give {run} and "
-                    f"`which={int(step)!r}`"
-                )
-            meant = ""
-            if cls.exists(RUNS / path):
-                meant = f" (did you mean {RUNS / path}?)"
-            raise FileNotFoundError(f"{path} is not a run directory: it has no {CONFIG}{meant}")
-        if not cls.is_run(path) and any(path.glob("*.safetensors")):
-            raise ValueError(
-                f"{path} is a Hugging Face model, not a run: make a run of it with jgpt import"
-            )
+        found = cls._what_is_at(path)
+        if found is not None:
+            raise FileNotFoundError(f"{path} is {found}")
         return cls(path)
+
+    @classmethod
+    def _what_is_at(cls, path: Path) -> str | None:
+        """Return what a user has named in place of a run, and what to do; None for a run."""
+        if cls.exists(path):
+            if cls.is_run(path) or not any(path.glob("*.safetensors")):
+                return None
+            return "a Hugging Face model, not a run: make a run of it with jgpt import"
+        run = path.parent.parent
+        step = path.name
+        if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
+            return f"a checkpoint, not a run directory: give {run} and `which={int(step)!r}`"
+        meant = ""
+        if cls.exists(RUNS / path):
+            meant = f" (did you mean {RUNS / path}?)"
+        return f"not a run directory: it has no {CONFIG}{meant}"
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -254,8 +255,7 @@ class RunDirectory:
         """Return the steps of the checkpoints, oldest first."""
         steps = []
         for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
-            # Neither 007 nor digits of other scripts: each step has one name.
-            if entry.name.isdecimal() and str(int(entry.name)) == entry.name and entry.is_dir():
+            if entry.name.isdecimal() and entry.is_dir():
                 steps.append(int(entry.name))
         return sorted(steps)
 
@@ -276,11 +276,7 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the metrics so far, without truncated or damaged lines."""
-        lines = []
-        for line, _ in self._lines(METRICS):
-            if all(_is_plain(value) for value in line.values()):
-                lines.append(line)
-        return lines
+        return [line for line, _ in self._lines(METRICS)]
 
     def append_provenance(self, line: dict[str, Any]) -> None:
         """Append the provenance of a start or resumption."""
@@ -365,19 +361,7 @@ class RunDirectory:
 
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
-    if path.exists() and not path.is_file():
-        hint = ""
-        if RunDirectory.exists(path):
-            hint = f": give {path / CONFIG}"
-        raise ValueError(f"{path} is not a file{hint}")
     return parse_file(path, functools.partial(from_json, TrainConfig))
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a metric is a number that NumPy's int64 or float64 holds."""
-    if type(value) is int:
-        return abs(value) < 2**63
-    return type(value) is float and abs(value) < 1e300  # neither NaN nor infinity
 
 
 def _delete(entry: Path) -> None:

@@ -136,12 +136,7 @@ def fine_tuning_config(model: ModelConfig, dataset: DataConfig) -> TrainConfig:
     optimizer = OptimizerConfig(
         learning_rate=3e-5, min_learning_rate=3e-5, schedule="constant", warmup_steps=0
     )
-    # With a context of millions, the default number of steps in a call would need more tokens than
-    # a config allows.
-    tokens_per_step = TrainConfig.batch_size * model.block_size
-    most_steps = max(1, (2**32 - 1) // tokens_per_step)
-    steps_per_call = min(TrainConfig.steps_per_call, most_steps)
-    return TrainConfig(model, optimizer, dataset, steps_per_call=steps_per_call)
+    return TrainConfig(model, optimizer, dataset)
 
 
 @typed

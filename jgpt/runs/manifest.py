@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its model, and the size and checksum of every file."""
+"""The manifest of a checkpoint: its model, and the checksum of every file."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jgpt.durable import read_file, write_file
-from jgpt.fields import UnknownField
 
 Parsed = TypeVar("Parsed")
 MANIFEST = "manifest.json"
@@ -26,7 +25,8 @@ class Manifest:
     """The model's config."""
     tokenizer: str
     """SHA-256 of the run's tokenizer."""
-    files: dict[str, tuple[int, str]]
+    files: dict[str, str]
+    """The SHA-256 of each file, by its name."""
     unevaluated: dict[str, Any] | None = None
     """The step's line of metrics, until the loss of its evaluation completes it. A state is saved
     before its evaluation, and the line is written after it."""
@@ -37,10 +37,7 @@ class Manifest:
         path = directory / MANIFEST
         if not path.is_file():
             raise ValueError(f"{path} is missing")
-        manifest = parse_file(path, cls._parse)
-        if directory.name != str(manifest.step):
-            raise ValueError(f"{path} is damaged: it belongs to step {manifest.step}")
-        return manifest
+        return parse_file(path, cls._parse)
 
     @classmethod
     def _parse(cls, text: str) -> Self:
@@ -48,10 +45,6 @@ class Manifest:
         digest = values.pop("sha256")  # of all other fields
         if digest != _digest_of(values):
             raise ValueError("its SHA-256 does not match")
-        files = {}
-        for name, (size, sha) in values["files"].items():
-            files[name] = (size, sha)  # JSON has lists, and no tuples
-        values["files"] = files
         return cls(**values)
 
     def write(self, directory: Path) -> None:
@@ -72,20 +65,11 @@ def verify(directory: Path) -> Manifest:
     Raises ValueError naming the first missing or damaged file.
     """
     manifest = Manifest.read(directory)
-    found = set()
-    for name, _ in files_below(directory):
-        if name != MANIFEST:
-            found.add(name)
-    for name in sorted(found.union(manifest.files)):
+    for name, digest in manifest.files.items():
         path = directory / name
-        if name not in found:
+        if not path.is_file():
             raise ValueError(f"{path} is missing")
-        if name not in manifest.files:
-            raise ValueError(f"{path} is not in the manifest")
-        size, sha = manifest.files[name]
-        if path.stat().st_size != size:
-            raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}")
-        if sha256_of(path) != sha:
+        if sha256_of(path) != digest:
             raise ValueError(f"{path} is damaged: its SHA-256 does not match")
     return manifest
 
@@ -101,12 +85,8 @@ def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
     """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
     try:
         return parse(read_file(path))
-    except UnknownField as error:
-        raise ValueError(
-            f"{path} was written by a newer version of jgpt, or by another program: {error}"
-        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged, or of another program: {error}") from error
 
 
 def sha256_of(path: Path) -> str:

@@ -60,9 +60,8 @@ def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
 def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
     """Return the number of micro-batches in the last start that recorded it."""
     for line in reversed(lines):
-        count = line.get("micro_batches")
-        if isinstance(count, int):
-            return count
+        if "micro_batches" in line:
+            return line["micro_batches"]
     return None
 
 
@@ -73,18 +72,16 @@ def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
     """
     # The last start, since a resumed run may have been given other `eval_tokens`.
     for line in reversed(lines):
-        match line:
-            case {"eval_targets": int(targets), "eval_spread": bool(spread)}:
-                return targets, spread
+        if "eval_targets" in line:
+            return line["eval_targets"], line["eval_spread"]
     return None
 
 
 def comparable_after(lines: list[dict[str, Any]]) -> int:
     """Return the step after which all evaluations have the same targets."""
     for line in reversed(lines):
-        step = line.get("comparable_after")
-        if isinstance(step, int):
-            return step
+        if "comparable_after" in line:
+            return line["comparable_after"]
     return 0
 
 

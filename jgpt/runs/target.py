@@ -1,8 +1,5 @@
 """The choice of a run's directory: a new one, or that of a run to resume or to overwrite."""
 
-import json
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -10,22 +7,8 @@ from typing import Any, Self
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import KnownText
 from jgpt.data.tokenizers import Tokenizer
-from jgpt.fields import from_json
-from jgpt.runs.directory import (
-    CHECKPOINTS,
-    CONFIG,
-    RUNS,
-    Mode,
-    RunDirectory,
-)
-from jgpt.runs.manifest import MANIFEST, parse_file
+from jgpt.runs.directory import CONFIG, RUNS, Mode, RunDirectory
 from jgpt.runs.provenance import known_micro_batches, known_text
-
-_PARTS = {"model", "optimizer", "dataset"}
-"""The parts of every config.json of jgpt; other programs write files of that name, too.
-
-Without this check, `overwrite` took a folder of a Hugging Face model for a run, and deleted it.
-"""
 
 
 @dataclass(frozen=True)
@@ -42,12 +25,9 @@ class SavedRun:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a run. Raises ValueError for files that are damaged or not jgpt's."""
+        """Read a run. Raises ValueError for files that are damaged or of another program."""
         run = RunDirectory.open(path)
-        config, parts = parse_file(path / CONFIG, _config_and_parts)
-        if not parts >= _PARTS:
-            raise ValueError(f"{path} is not a run of jgpt's: choose another directory")
-        return cls(path, config, run.tokenizer(), run.checkpoint_steps(), run.provenance())
+        return cls(path, run.config(), run.tokenizer(), run.checkpoint_steps(), run.provenance())
 
     @property
     def text(self) -> KnownText | None:
@@ -89,7 +69,6 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
         return Target(_unused_path(config.name), "new")
     path = Path(config.out)
     if not path.is_dir():
-        _require_unused_name(path)
         return Target(path, "new")
     if not RunDirectory.exists(path):
         if not RunDirectory.is_unused(path):
@@ -101,8 +80,6 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     saved = SavedRun.read(path)
     checkpoints = tuple(saved.checkpoints)
     if overwrite:
-        # Only a run may be deleted, and a checkpoint without a manifest may be another program's.
-        _require_manifests(path, checkpoints)
         return Target(path, "overwrite", checkpoints=checkpoints)
     if resume:
         return Target(path, "resume", saved, checkpoints)
@@ -114,12 +91,6 @@ def choose_target(config: TrainConfig, *, resume: bool, overwrite: bool) -> Targ
     return Target(path, "new")
 
 
-def _config_and_parts(text: str) -> tuple[TrainConfig, set[str]]:
-    """Return the config of a run, and which of its parts are in the file."""
-    config = from_json(TrainConfig, text)
-    return config, set(json.loads(text))
-
-
 def _unused_path(name: str) -> Path:
     """Return runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
     path = RUNS / name
@@ -129,22 +100,3 @@ def _unused_path(name: str) -> Path:
         number += 1
         path = RUNS / f"{name}-{number}"
     return path
-
-
-def _require_unused_name(path: Path) -> None:
-    """Raise NotADirectoryError for a path that can't become a directory."""
-    if path.is_symlink() and not path.exists():
-        raise NotADirectoryError(
-            f"{path} is a link to {os.readlink(path)}, which does not exist: choose another "
-            "directory"
-        )
-    if path.exists():
-        raise NotADirectoryError(f"{path} is a file: choose another directory")
-
-
-def _require_manifests(path: Path, checkpoints: Iterable[int]) -> None:
-    """Raise ValueError for a folder that is named like a checkpoint but was not written as one."""
-    for step in checkpoints:
-        manifest = path / CHECKPOINTS / str(step) / MANIFEST
-        if not manifest.is_file():
-            raise ValueError(f"{manifest} is missing: delete {manifest.parent} if it is a run's")

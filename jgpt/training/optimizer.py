@@ -79,13 +79,8 @@ def partition(
     Muon is for the weight matrices of the blocks, Adam for embeddings and head (Jordan et al.
     2024). Muon takes no array of three dimensions, such as the matrices of several experts, since
     it is unknown which two are a matrix. `dimensions`, the names of `weight_dimensions`, tell which
-    parameters are embeddings. Raises ValueError for an embedding_learning_rate without them.
+    parameters are embeddings.
     """
-    if config.embedding_learning_rate is not None and dimensions is None:
-        raise ValueError(
-            "embedding_learning_rate needs the dimension names of the weights: "
-            "give dimensions=weight_dimensions(config.model)"
-        )
     known_dimensions = dimensions or {}
 
     def group(path, leaf):
@@ -176,14 +171,13 @@ def _custom(
             updates, _ = clip.update(updates, clip.init(params), params)
         with _failing_in_one_line():
             changes, next_state = optimizer.update(updates, state, params, **extra)
-            is_like_gradients = _is_alike(changes, updates)
-            keeps_state = _is_alike(next_state, state)
-        if not is_like_gradients:
-            raise ValueError(
-                NO_STEP + "its updates are not like the gradients, in their structure or shapes"
-            )
-        if not keeps_state:
-            raise ValueError(NO_STEP + "the structure or the shapes of its state change")
+            changed = []
+            if not _is_alike(changes, updates):
+                changed.append("its updates are not like the gradients")
+            if not _is_alike(next_state, state):
+                changed.append("its state changes")
+        if changed:
+            raise ValueError(f"{NO_STEP}{' and '.join(changed)}, in structure or shapes")
         return changes, next_state
 
     return optax.GradientTransformationExtraArgs(init, update)

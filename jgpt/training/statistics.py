@@ -11,7 +11,6 @@ from typing import Any, assert_never, get_args
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int, Key, PyTree
@@ -144,10 +143,6 @@ def _make_mean_squares(config: TrainConfig) -> Callable[..., Any]:
     The forward pass is computed once more, with the same dropout: a train step keeps the results
     inside a scan over the blocks, or drops them to compute them again.
     """
-    if jaxtyping.config.jaxtyping_disable or not __debug__:
-        raise ValueError(
-            f"`log={('activation_rms',)!r}` needs the shape checks, which are switched off"
-        )
     model_config = dataclasses.replace(config.model, scan_layers=False, remat=False)
     merge = stacking.model_merger(model_config)
     is_stacked = stacking.uses_stacked_blocks(config.model)
@@ -204,16 +199,16 @@ def _require_results(results: dict[str, list[Any]], inside: set[str]) -> None:
     """Raise ValueError for parts of which only a transformation has the results, or for no
     part."""
     hidden = sorted(inside - set(results))
-    if hidden:
+    if hidden or not results:
+        why = "this model has no part whose __call__ has @jgpt.typed, or the checks are off"
+        if hidden:
+            why = (
+                f"the model calls {hidden[0]} inside a transformation such as nnx.remat, nnx.scan "
+                "or vmap"
+            )
         raise ValueError(
-            f"`log={('activation_rms',)!r}` can't read what {hidden[0]} returns, because the "
-            "model calls it inside a transformation such as nnx.remat, nnx.scan or vmap: leave "
-            "activation_rms out"
-        )
-    if not results:
-        raise ValueError(
-            f"`log={('activation_rms',)!r}` reads what the parts of a model return whose "
-            "__call__ has @jgpt.typed, and this model has none: leave activation_rms out"
+            f"`log={('activation_rms',)!r}` reads what the parts of a model return: {why}; leave "
+            "it out"
         )
 
 

@@ -302,10 +302,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
 def _set_up(config: TrainConfig) -> tuple[StepSetup, list[Any]]:
     """Return what a config says about every step, and the arrays that its objective holds."""
-    if config.micro_batches == "auto":
-        raise ValueError(
-            "micro_batches is 'auto': jgpt.training.memory.with_micro_batches chooses a number"
-        )
+    assert config.micro_batches != "auto"  # `with_micro_batches` has chosen a number
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model)
     schedule = learning_rate_schedule(config.optimizer, config.steps)

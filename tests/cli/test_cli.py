@@ -87,7 +87,6 @@ def cases_of(name: str) -> list[tuple[str, str]]:
 def folder(run, text_file, tmp_path) -> Path:
     """What a user has: a run, a text, and much that is neither."""
     (tmp_path / "trained").symlink_to(run)
-    (tmp_path / "link").symlink_to("missing")
     files = {"fox.txt": text_file.read_bytes()} | UNREADABLE | OTHER_FILES
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

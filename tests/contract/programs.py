@@ -33,7 +33,6 @@ from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
 from jgpt.pictures import anatomy, numbers, plots
 from jgpt.training import step
-from jgpt.training.custom_objective import first_loss
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.objective import next_token_loss
 from jgpt.training.state import abstract_state, unstack_state
@@ -240,12 +239,6 @@ def training() -> None:
     traced(mixed, tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
 
-    own = dataclasses.replace(TRAIN, objective=lambda config: next_token_loss)
-
-    def own_objective(weights: Any, tokens: Any, key: Any) -> None:
-        first_loss(own, weights, Batch(tokens), key)
-
-    traced(own_objective, abstract_state(TRAIN).weights, INT(4, 9), KEY)
     with_metrics = dataclasses.replace(TRAIN, objective=objective_with_metrics)
     train = step.make_train_steps(with_metrics)
     train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6)

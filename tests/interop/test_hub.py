@@ -71,7 +71,6 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
         "me/code": files | dangerous | {"config.json": config_with_code.encode()},
         "me/tokens": files | {"tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": "x"}}'},
         "me/broken": files | {"config.json": b"{"},
-        "me/list": files | {"tokenizer_config.json": b"[]"},
     }
 
 
@@ -147,12 +146,11 @@ REFUSED = {
     "is never fetched or run",
     "hub:me/broken": "me/broken/config.json: Expecting property name enclosed in double quotes: "
     "line 1 column 2 (char 1)",
-    "hub:me/list": "me/list/tokenizer_config.json: not an object, but list",
     "hub:me/nobody": "the hub has no public model me/nobody: check the name",
     "hub:me/gated": "me/gated is gated: accept its terms at https://huggingface.co/me/gated, then "
     "run: hf auth login",
     "hub:tiny": "hub:tiny must be hub:OWNER/NAME",
-    "gpt2": "gpt2/config.json is missing",
+    "gpt2": "gpt2/config.json: No such file or directory",
 }
 OFFLINE = (
     "Qwen/Qwen3-0.6B can't be fetched (LocalEntryNotFoundError). Without a network, copy "

@@ -265,7 +265,7 @@ def test_other_eval_tokens_are_said_and_the_best_is_of_losses_that_compare(quick
     assert shorter_run.best_step == 8
     assert planned.evaluations.comparable_after == 8
     assert about("eval_tokens", progress.messages) == [
-        "eval_tokens=None instead of 50: validation losses up to step 8 are over 49 tokens, the "
+        "`eval_tokens=None` instead of 50: validation losses up to step 8 are over 49 tokens, the "
         "first of 191, later ones over all 191 tokens, and can't be compared with them. The best "
         "checkpoint and patience go by the later ones"
     ]

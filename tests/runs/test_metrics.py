@@ -182,7 +182,7 @@ def test_the_windows_of_a_step_that_is_not_finite_are_those_that_it_took(clock, 
         said = message_of_nan(config, tmp_path, training_tokens=1000, **options)
         assert f"the batch's windows start at tokens {starts} of the training text" in said
     said = message_of_nan(own, tmp_path, training_tokens=1000)
-    assert "the batch is what batches returns for step 1)" in said
+    assert "the batch is what `batches` returns for step 1)" in said
     assert "tokens" not in said
 
 
@@ -194,8 +194,8 @@ def test_what_can_t_be_written_is_raised_where_all_processes_are(clock, tmp_path
 
     logger.add(0, 2, metrics_of(4.0, 3.5))
 
-    assert isinstance(logger.failure, ValueError)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is a link or not a file"):
+    assert logger.failure is not None
+    with pytest.raises(OSError, match=r"Is a directory.*metrics\.jsonl"):
         logger.finish()
 
 

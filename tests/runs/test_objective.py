@@ -67,7 +67,7 @@ def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, 
             progress=None,
             should_stop=lambda: begun.exists() and next(stops),
         )
-    with pytest.raises(ValueError, match=r"never loads by itself: give objective=.*my\.py:dist"):
+    with pytest.raises(ValueError, match=r"never loads by itself: give `objective=.*my\.py:dist"):
         jgpt.fit(stopped, resume=True, progress=None)
     resumed = jgpt.fit(stopped, objective=objective, resume=True, progress=None)
 

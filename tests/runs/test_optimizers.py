@@ -172,7 +172,7 @@ NO_STEP = {
     misplaced: "the optimizer can't take a step: ValueError: pytree structure error",
     lookahead: "the optimizer can't take a step: AttributeError: 'dict' object has no attribute",
     transposing: "the optimizer can't take a step: its updates are not like the gradients",
-    growing: "the optimizer can't take a step: the structure or the shapes of its state change",
+    growing: "the optimizer can't take a step: its state changes",
 }
 
 
@@ -196,24 +196,6 @@ def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
 
     losses = run.metrics["loss"][:4]
     np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)
-
-
-def slope(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    """Scale the gradients by the slope of the loss along them, by forward mode alone."""
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        _, along = jax.jvp(extra["value_fn"], (params,), (updates,))
-        return jax.tree.map(lambda leaf: -along * leaf, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-@pytest.mark.slow
-def test_forward_mode_derivatives_on_a_mesh_are_refused_before_anything_is_written(config):
-    config = dataclasses.replace(config, batch_size=8, mesh="data=8")
-    with pytest.raises(ValueError, match=r"forward-mode derivatives.* leave out mesh='data=8'"):
-        jgpt.fit(config, optimizer=slope, progress=None)
-    assert not Path(config.out or "").exists()
 
 
 def doubled(tree: Any) -> Any:
@@ -288,7 +270,9 @@ def test_a_schedule_free_optimizer_is_not_averaged_twice():
     config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, ema_decay=0.9)
     optimizer = make_optimizer(config, 9)
 
-    with pytest.raises(ValueError, match="a schedule-free optimizer does itself: give ema_decay=0"):
+    with pytest.raises(
+        ValueError, match="a schedule-free optimizer does itself: give `ema_decay=0`"
+    ):
         optimizer.init(weights)
 
 
@@ -340,16 +324,3 @@ def test_a_field_of_the_optimizer_is_an_option(tmp_path, poem):
     assert done.code == 0, done.stderr
     recorded = jgpt.load(tmp_path / "r").config.optimizer.make
     assert dict(recorded.fields) == {"base_width": 6}  # type: ignore[union-attr]
-
-
-def test_a_field_without_a_default_is_refused_in_one_line(tmp_path, poem):
-    without = FILE.replace("base_width: int = 4", "base_width: int")
-    assert without != FILE
-    (tmp_path / "my.py").write_text(without.replace("frozen=True", "frozen=True, kw_only=True"))
-    own = ("--optimizer", "my.py:mup", "--base-width", "6")
-    done = command("train", "tiny", "--data", poem, "--out", "r", *own, cwd=tmp_path)
-
-    assert done.code == 2
-    assert done.stderr.startswith("jgpt: the field base_width of WidthConfig has no default")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "r").exists()

@@ -315,7 +315,7 @@ def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
     assert found.name == "mine"
     assert found.out == str(path)
     assert type(found.model) is SumsConfig
-    message = r"never loads by itself: give model='\S+test_own.py:Sums'"
+    message = r"never loads by itself: give `model='\S+test_own.py:Sums'`"
     with pytest.raises(ValueError, match=message):
         jgpt.load(path)
     with pytest.raises(FileExistsError):
@@ -758,23 +758,6 @@ def test_a_changed_file_beside_custom_code_is_imported_anew(tmp_path):
 
     folder_with(tmp_path / "one", IMPORTS, "width = 45\n")
     assert load_code(named)() == 45
-
-
-@pytest.mark.usefixtures("nothing_imported")
-def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path):
-    """Of two equal files, each imports the one beside it, and Python has one module of a name."""
-    first = folder_with(tmp_path / "one", IMPORTS, "width = 3\n")
-    second = folder_with(tmp_path / "two", IMPORTS, "width = 4\n")
-    alone = folder_with(tmp_path / "three", "def make():\n    return 5\n", "width = 6\n")
-
-    assert load_code(first)() == 3
-    with pytest.raises(
-        ValueError, match=r"main\.py imports nearby_sizes, but this process has"
-    ) as e:
-        load_code(second)
-    assert str(tmp_path / "one" / "nearby_sizes.py") in str(e.value)
-    assert load_code(alone)() == 5
-    assert load_code(first)() == 3
 
 
 def test_processes_with_other_code_are_rejected(config, monkeypatch):

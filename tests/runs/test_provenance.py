@@ -79,16 +79,6 @@ def test_the_same_text_from_another_python_is_the_same(of_python_3_11, poem, mon
     assert evaluate(of_python_3_11.out).loss > 0
 
 
-def test_a_run_from_before_the_text_was_recorded_compares_its_tokens(of_python_3_11, monkeypatch):
-    run = RunDirectory.open(of_python_3_11.out)
-    path = run.path / "provenance.jsonl"
-    path.write_text(path.read_text().replace("text_sha256", "unknown"))
-    assert evaluate(run.path).loss > 0
-    use_corpus(monkeypatch, corpus.python_reference()[::-1], "3.11.7")
-    with pytest.raises(ValueError, match="SHA-256 of its tokens"):
-        evaluate(run.path)
-
-
 def micro_batches_in(run: RunDirectory) -> list[int]:
     return [line["micro_batches"] for line in run.provenance()]
 

@@ -223,7 +223,7 @@ WSD = TO_ZERO | {"schedule": "wsd", "decay_fraction": 0.4}
             (40, RATES),
             [10, 20],
             "40 steps instead of 20: the learning rate jumps from 0.102 to 0.25 at step 21. "
-            "Without a jump: schedule_steps=20 keeps the schedule (0.1 at the last step)",
+            "Without a jump: `schedule_steps=20` keeps the schedule (0.1 at the last step)",
         ),
         (
             (20, RATES),
@@ -238,7 +238,7 @@ WSD = TO_ZERO | {"schedule": "wsd", "decay_fraction": 0.4}
             (30, TO_ZERO),
             [10],
             "30 steps instead of 40: the learning rate jumps from 0.352 to 0.3 at step 11. "
-            "Without a jump: schedule_steps=40 keeps the schedule (0.0701 at the last step)",
+            "Without a jump: `schedule_steps=40` keeps the schedule (0.0701 at the last step)",
         ),
         (
             (40, TO_ZERO),
@@ -267,7 +267,7 @@ WSD = TO_ZERO | {"schedule": "wsd", "decay_fraction": 0.4}
             [40, 50],
             "100 steps instead of 50: the learning rate jumps from 0.02 to 0.4 at step 51. "
             "Without a jump: nothing, for the schedule ends at 0; wsd can be extended from a "
-            "checkpoint before its decay, which keep_every keeps",
+            "checkpoint before its decay, which `keep_every` keeps",
         ),
     ],
 )
@@ -285,7 +285,9 @@ def test_a_run_that_diverged_goes_on_with_lower_rates_and_more_steps(
     config = with_changes(config, optimizer={"min_learning_rate": 0.2})
     with monkeypatch.context() as patched:
         patched.setattr(loop.Evaluator, "exact", lambda *_: math.nan)
-        with pytest.raises(FloatingPointError, match=r"lower learning_rate; checkpoint 1 is kept$"):
+        with pytest.raises(
+            FloatingPointError, match=r"lower `learning_rate`; checkpoint 1 is kept$"
+        ):
             fit(config)
     lower = with_changes(
         config, optimizer={"learning_rate": 0.3, "min_learning_rate": 0.1}, steps=30
@@ -293,8 +295,8 @@ def test_a_run_that_diverged_goes_on_with_lower_rates_and_more_steps(
     progress = Heard()
     fit(lower, resume=True, progress=progress)
     assert progress.messages == [
-        "30 steps instead of 20, learning_rate=0.3 instead of 0.4, min_learning_rate=0.1 instead "
-        "of 0.2: the learning rate goes from 0.4 to 0.299 at step 2"
+        "30 steps instead of 20, `learning_rate=0.3` instead of 0.4, `min_learning_rate=0.1` "
+        "instead of 0.2: the learning rate goes from 0.4 to 0.299 at step 2"
     ]
     run = RunDirectory.open(tmp_path / "run")
     rates = [line["learning_rate"] for line in run.metrics() if "loss" in line]
@@ -335,7 +337,7 @@ def test_a_run_of_universal_newlines_is_not_resumed_without_them(copy):
     """Even where the text has no carriage return, so that its characters would be the same."""
     other = with_changes(copy, dataset={"universal_newlines": False})
 
-    message = r"dataset\.universal_newlines is True in the run, False in the config"
+    message = r"dataset\.universal_newlines` is True in the run, False in the config"
     with pytest.raises(ValueError, match=message):
         plan(other, resume=True)
 
@@ -349,7 +351,7 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     moved.write_text(poem.read_text())
     hint = (
         r"text\.txt.* neither a file nor .*; if the run's text has moved, "
-        r"train it with resume=True data=PLACE"
+        r"train it with `resume=True` `data=PLACE`"
     )
     with pytest.raises(FileNotFoundError, match=hint):
         evaluate(copy.out)
@@ -357,7 +359,7 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     fit(elsewhere, resume=True)
     assert run.config().dataset.data == (str(moved),)
     other = dataclasses.replace(elsewhere, dataset=DataConfig(data=("pydocs",)))
-    message = r"was trained on data=\('.*moved\.txt',\), and data=\('pydocs',\) is another text"
+    message = r"was trained on `data=\('.*moved\.txt',\)`, and `data=\('pydocs',\)` is another text"
     with pytest.raises(ValueError, match=message):
         fit(other, resume=True)
     moved.write_text(poem.read_text() + "!")
@@ -366,5 +368,5 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     # nobody knows the text of a run without provenance
     (Path(copy.out) / "provenance.jsonl").unlink()
     text.write_text(poem.read_text()[::-1])
-    with pytest.raises(ValueError, match=r"dataset\.data is .*moved\.txt',\) in the run"):
+    with pytest.raises(ValueError, match=r"dataset\.data` is .*moved\.txt',\) in the run"):
         fit(dataclasses.replace(config, steps=12), resume=True)

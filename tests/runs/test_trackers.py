@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
     with_tracker = dataclasses.replace(config, trackers=("wandb",))
     shorter = dataclasses.replace(config, trackers=(), steps=20)
-    message = rf"^trackers=\('wandb',\) has failed \(.*{reason}\).*resume=True"
+    message = rf"^`trackers=\('wandb',\)` has failed \(.*{reason}\).*`resume=True`"
 
     with pytest.raises(OSError, match=message):
         fit(with_tracker, progress=None)
@@ -190,7 +190,7 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monke
     (message,) = heard.messages
 
     assert message.startswith(
-        "trackers=('wandb',) has failed (it has not answered for 0.2 seconds)"
+        "`trackers=('wandb',)` has failed (it has not answered for 0.2 seconds)"
     )
 
 

@@ -350,6 +350,3 @@ def test_embeddings_are_known_by_their_dimensions_not_by_an_attribute_s_name():
         labels = labels_by_name(partition(config, tree, dimensions))
         found = {name.replace("stacked", "0") for name in labels if labels[name] == "embedding"}
         assert found == set(TABLES)
-
-    with pytest.raises(ValueError, match="needs the dimension names of the weights"):
-        partition(config, weights)
