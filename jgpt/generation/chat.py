@@ -46,15 +46,11 @@ class Chat:
         top_p: float | None = CHAT_TOP_P,
         **sampling: Any,
     ) -> None:
-        if "rngs" in sampling:
-            raise TypeError("Chat takes no rngs: it takes key now, such as key=jax.random.key(0)")
         if key is None:
             key = jax.random.key(0)
         self._key = typed_key(key)
         self._replies = 0
         self._sampling = Sampling(top_p=top_p, **sampling)
-        if max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be positive")
         if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
