@@ -106,7 +106,7 @@ class Memo:
             for name in self._readers:
                 self._sizes += _sizes_in(self._hints[name], names)
             self._result_sizes += _sizes_in(result_hint, names)
-        except _UnknownSizeError:
+        except (_UnknownSizeError, SyntaxError):
             return False
         return True
 
@@ -314,10 +314,7 @@ def _sizes_in(hint: Any, names: set[str]) -> list[_Reader]:
 def _paths_in(dimension: str) -> list[str]:
     """Return the attributes in the braces of a dimension, such as `self.config.embed_dim`."""
     # jaxtyping evaluates a dimension as an f-string.
-    try:
-        text = ast.parse(f"f'{dimension}'", mode="eval").body
-    except SyntaxError:
-        raise _UnknownSizeError from None
+    text = ast.parse(f"f'{dimension}'", mode="eval").body
     paths: list[str] = []
     for part in getattr(text, "values", []):
         if not isinstance(part, ast.FormattedValue):  # text outside braces
@@ -330,17 +327,15 @@ def _paths_in(dimension: str) -> list[str]:
 
 
 def _collect_paths(node: ast.AST, paths: list[str]) -> None:
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        path = ast.unparse(node)
-        if not all(map(str.isidentifier, path.split("."))):
-            raise _UnknownSizeError  # an attribute of something else than a name
-        paths.append(path)
-    elif isinstance(node, _EXACT):
+    if isinstance(node, _EXACT):
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.expr_context):
                 _collect_paths(child, paths)
-    else:  # such as a call, whose result may change
+        return
+    path = ast.unparse(node)
+    if not all(map(str.isidentifier, path.split("."))):  # such as a call, whose result may change
         raise _UnknownSizeError
+    paths.append(path)
 
 
 def _size_reader(path: str) -> _Reader:
