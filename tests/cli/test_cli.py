@@ -291,9 +291,7 @@ def test_closed_streams_are_empty(monkeypatch, run):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     main(["help"])
-    with pytest.raises(SystemExit) as stopped:
-        main(["sample", str(run), "--prompt-file", "-"])
-    assert stopped.value.code == 2
+    main(["sample", str(run), "--prompt-file", "-", "--max-new-tokens", "3"])
     for name in ("stdin", "stdout", "stderr"):
         getattr(sys, name).close()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
@@ -11,7 +10,6 @@ from jgpt.cli.arguments import (
     LatestRun,
     ModelOption,
     Probability,
-    require_seed,
 )
 from jgpt.cli.options import (
     OptionSpec,
@@ -42,12 +40,9 @@ def chat(
         weights: int8 quantises the weights and the inputs of each matrix product. It is faster on a
             CPU.
     """
-    require_seed(seed)
     run = runs.run_or_latest(run)
-    _require_tokenizer(run)
     with runs.loaded_run(run, checkpoint, model=model, weights=weights) as (loaded, tokenizer, _):
         import jax
-        import numpy as np
 
         from jgpt.generation.chat import Chat
 
@@ -56,19 +51,11 @@ def chat(
             tokenizer,
             system,
             max_new_tokens,
-            key=jax.random.key(np.uint32(seed)),
+            key=jax.random.key(seed),
             temperature=temperature,
             top_p=top_p,
         )
     _converse(conversation)
-
-
-def _require_tokenizer(run: str) -> None:
-    """Raise ValueError for a custom tokenizer, which can't have the special tokens of a chat."""
-    from jgpt.runs.directory import RunDirectory
-
-    if RunDirectory.is_run(Path(run)) and RunDirectory.open(run).config().dataset.make is not None:
-        raise ValueError(f"{run} has a custom tokenizer, without the special tokens of a chat")
 
 
 def _converse(conversation: Any) -> None:
