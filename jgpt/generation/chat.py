@@ -135,14 +135,6 @@ class Chat:
         pieces += [self._start, "assistant\n"]
         return self._tokenizer.encode_template(pieces).tolist()
 
-    def _turn(self, role: str, text: str) -> list[int]:
-        """Encode a single turn."""
-        return self._tokenizer.encode_template(self._pieces(role, text)).tolist()
-
-    def _opening(self, role: str) -> list[int]:
-        """Encode the words that open a turn."""
-        return self._tokenizer.encode_template([self._start, f"{role}\n"]).tolist()
-
     def _pieces(self, role: str, text: str) -> _Turn:
         return [self._start, f"{role}\n{text}", self._end, "\n"]
 

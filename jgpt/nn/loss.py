@@ -117,6 +117,8 @@ def cross_entropy_from(
     loss, so its logits are neither stored nor recomputed for the backward pass. The targets must be
     in the vocabulary, as those of a dataset are.
     """
+    if targets.size == 0:
+        raise ValueError("there are no targets, so their mean loss is undefined")
     if targets.size <= max_rows:
         return _losses_of_known_targets(head(x), targets).mean()
     rows = targets.size
