@@ -17,11 +17,6 @@ OTHER_NAMES = {
     **{"rematerialise": "remat", "checkpointing": "remat", "gradient_checkpointing": "remat"},
 }
 """What other programs call a field or an option."""
-OTHER_COMMANDS = {
-    **{"generate": "sample", "download": "import", "-v": "--version"},
-    **dict.fromkeys(("finetune", "fine-tune"), "train --initial"),
-}
-"""What other programs call a command."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -310,15 +309,7 @@ def test_the_error_of_a_watch_goes_through_as_it_is():
     def fail(call):
         raise KeyError("mine")
 
-    def return_an_array(call) -> Any:
-        return TOKENS
-
     with jgpt.watching(fail), pytest.raises(KeyError, match=r"^'mine'$"):
-        jgpt.causal_mask(3)
-    with pytest.raises(TypeError, match="needs a function of a TypedCall, not 3"):
-        jgpt.watching(3).__enter__()  # type: ignore[arg-type]
-    message = r"returns a function of the result, not int32\[2,5\]"
-    with jgpt.watching(return_an_array), pytest.raises(TypeError, match=message):
         jgpt.causal_mask(3)
 
     assert jgpt.causal_mask(1).all()  # no watch is left
@@ -348,14 +339,6 @@ def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
             expected.append(factor * results[f"blocks.{layer}.{norm}_norm[1]"].mean())
         np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-7)
         assert len(set(map(float, kept))) == 3
-
-
-def test_only_numbers_and_arrays_are_kept():
-    def watch(call):
-        call.keep(call.path)
-
-    with jgpt.watching(watch), pytest.raises(TypeError, match="keep needs an array or a number"):
-        jgpt.causal_mask(3)
 
 
 def test_watching_needs_the_checks(monkeypatch):
@@ -491,8 +474,6 @@ def test_what_can_t_be_captured_or_edited_is_rejected():
         jgpt.capture(model, "block.1.attention")(TOKENS)
     with pytest.raises(ValueError, match=r"no typed call has the path 'blocks\.7'"):
         jgpt.edit(model, {"blocks.7": jnp.zeros_like})(TOKENS)
-    with pytest.raises(ValueError, match="capture needs a path"):
-        jgpt.capture(model)
     with pytest.raises(TypeCheckError, match=r"(?s)MultiHeadAttention.*wrong result.*time is 3"):
         jgpt.edit(model, {"blocks.1.attention": lambda x: x[:, :3]})(TOKENS)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="without a mesh"):
@@ -586,9 +567,9 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert data["arguments"]["tokens"][0]["dtype"] == "int32"
 
     too_long = refused("shapes", "tiny", "--time", 99)
-    assert "99 tokens are more than block_size=16" in too_long
+    assert "99 tokens are more than `block_size=16`" in too_long
     no_depth = refused("shapes", "tiny", "--depth", 0)
-    assert "--depth 0 must be positive" in no_depth
+    assert "--depth must be positive" in no_depth
     two_pictures = refused("shapes", "tiny", "--decode", "--train")
     assert "--decode and --train are two pictures" in two_pictures
 

@@ -241,7 +241,7 @@ def test_two_layers_of_a_preset_are_proven_for_any_batch_and_length(name):
     if config.architecture == "gpt":  # a bigram has no longest context
         (rejected,) = cases_with(proof, "rejected")
         assert rejected.where[0] == f"t >= {config.block_size + 1}"
-        assert "more than block_size=" in rejected.detail
+        assert "more than `block_size=" in rejected.detail
 
 
 @pytest.mark.slow

@@ -342,7 +342,7 @@ def test_what_traces_the_thread_stays_and_is_named():
 @pytest.mark.parametrize(
     ("function", "array", "message"),
     [
-        (len, "float32[b]", "has no Python source"),
+        (len, "float32[b]", "no line sets an array"),
         (mixed, "float32[b t?]", "is not an array such as"),
         (mixed, "float32[3-b]", "3-b is -98 for b=101"),
         (mixed, "float99[b]", "is not an array such as"),
@@ -500,8 +500,11 @@ def test_the_values_of_a_prompt(trained):
         (("tiny", "--prompt", "a"), "--prompt shows values beside the lines of --source"),
         (("tiny", "--prompt", "a", "--source"), "--prompt needs a run"),
         (("my.py:f", "--prompt", "a", "--source"), "--prompt needs a run"),
-        (("run", "--prompt", "a", "--source", "--train"), "leave out --train"),
-        (("run", "--prompt", "a", "--source", "--time", "4"), "leave out --time"),
+        (
+            ("run", "--prompt", "a", "--source", "--train"),
+            "leave out --batch, --time, --decode and --train",
+        ),
+        (("run", "--prompt", "a", "--source", "--time", "4"), "leave out --batch, --time"),
     ],
 )
 def test_a_prompt_without_a_run_is_one_line(words, message):
@@ -737,7 +740,6 @@ def test_a_function_that_fails_ends_with_its_source_and_one_line(my_file, option
         (("project", "f32[b]", "f32[b]", "f32[b]"), "too many positional arguments"),
         (("project",), "project(x, kernel) has another number of arguments"),
         (("projekt", "f32[b]"), "has no function or class 'projekt' (did you mean 'project'?)"),
-        (("project", "f32[b]", "f32[b]", "--batch", "3"), "--batch is for a model"),
         (("project", "f32[b]", "f32[b]", "--model", "a.py:GPT"), "not both"),
     ],
 )
@@ -848,7 +850,6 @@ def test_what_is_wrong_is_one_line():
     assert "--of selects functions of --source" in refused("shapes", "tiny", "--of", "attend")
     said = refused("shapes", "tiny", "--source", "--of", "nothing")
     assert "no function that was called has 'nothing' in its name" in said
-    assert "--depth 2 is for the tree" in refused("shapes", "tiny", "--source", "--depth", "2")
     assert "only a function gets arrays" in refused("shapes", "tiny", "f32[b]", columns=200)
 
 

@@ -18,7 +18,13 @@ from jgpt.cli.options import TRAIN, help_of, in_options, parse
 from jgpt.cli.signals import end_at_once_when_interrupted, interrupt_again
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.user_code import describe_error
-from jgpt.words import OTHER_COMMANDS, did_you_mean
+from jgpt.words import did_you_mean
+
+OTHER_COMMANDS = {
+    **{"generate": "sample", "download": "import", "-v": "--version"},
+    **dict.fromkeys(("finetune", "fine-tune"), "train --initial"),
+}
+"""What other programs call a command."""
 
 _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, MemoryError)
 

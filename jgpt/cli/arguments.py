@@ -48,12 +48,6 @@ MeshOption = Annotated[
 Lines = list[str]
 
 
-def require_seed(seed: int) -> None:
-    """Raise ValueError for a seed that JAX would wrap round."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"`seed={seed!r}` must be at least 0 and below 2**32")
-
-
 def path_to_write(path: str, *suffixes: str) -> Path:
     """The path of a file to write, checked before anything is computed."""
     if Path(path).suffix.lower() not in suffixes:

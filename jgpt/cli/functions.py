@@ -1,7 +1,7 @@
 """A function in a user's file, traced with arrays that are written as text."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jgpt.cli import runs, terminal
@@ -22,13 +22,6 @@ def is_model(named: str) -> bool:
     """Whether FILE.py:NAME makes a model: it takes a config and `rngs`."""
     with terminal.importing():
         return "rngs" in _signature(load_code(named)).parameters
-
-
-def require_none(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for an option that is given, and that only a model has."""
-    for flag, value in options.items():
-        if value:
-            raise OptionError(f"{flag} is for a model: write a function's sizes in its arrays")
 
 
 def show(
@@ -78,8 +71,6 @@ def show_values(
 
         loaded, used_tokenizer, _ = opened
         tokens = used_tokenizer.encode(prompt)[-loaded.block_size :]
-        if len(tokens) == 0:
-            raise OptionError("--prompt has no token: write a text")
         annotated = annotated_source(loaded, jnp.asarray(tokens)[None], of=of, values=True)
     return lines_of_source(annotated, json=json)
 

@@ -61,12 +61,6 @@ INSTEAD = {
     "--init-from": "is no option: --initial starts from a run or a Hugging Face folder",
 }
 """The answer to an option of training that doesn't exist."""
-INSTEAD_TO_LOOK = {
-    "--live": "is no option: the page computes without a server, and jgpt look RUN writes it",
-    "--browser": "is no option: open the file that jgpt look RUN writes",
-    "--no-browser": "is no option: jgpt look RUN opens no browser",
-}
-"""The answer to an option of `jgpt look` that doesn't exist."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +230,6 @@ class _Parser(argparse.ArgumentParser):
         instead = {}
         if self.command == "train":
             instead = INSTEAD
-        elif self.command == "look":
-            instead = INSTEAD_TO_LOOK
         if flag in instead:
             raise OptionError(f"{flag} {instead[flag]}")
         if word.startswith("-") and word != "--":
@@ -575,17 +567,19 @@ def _raise_if_it_is_a_path(word: str) -> None:
     """Say with which option to give a run or a text that stands where a preset is expected."""
     path = Path(word)
     if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
-        command = shlex.join(["jgpt", "train", "--resume", "--out", word])
-        raise OptionError(f"{word} is a run, not a preset; to train it further: {command}")
-    if path.suffix == ".py" or ".py:" in word:
-        model = word
+        kind = "a run, not a preset; to train it further"
+        options = ["--resume", "--out", word]
+    elif path.suffix == ".py" or ".py:" in word:
+        kind = "Python code, not a preset; to train its model"
+        options = ["--model", word]
         if ".py:" not in word:
-            model = f"{word}:GPT"  # the class that `jgpt new` writes
-        command = shlex.join(["jgpt", "train", "--model", model])
-        raise OptionError(f"{word} is Python code, not a preset; to train its model: {command}")
-    if _is_text(word):
-        command = shlex.join(["jgpt", "train", "--data", word])
-        raise OptionError(f"{word} is a text, not a preset; to train on it: {command}")
+            options = ["--model", f"{word}:GPT"]  # the class that `jgpt new` writes
+    elif _is_text(word):
+        kind = "a text, not a preset; to train on it"
+        options = ["--data", word]
+    else:
+        return
+    raise OptionError(f"{word} is {kind}: {shlex.join(['jgpt', 'train', *options])}")
 
 
 def _is_text(word: str) -> bool:

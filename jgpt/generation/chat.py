@@ -46,15 +46,11 @@ class Chat:
         top_p: float | None = CHAT_TOP_P,
         **sampling: Any,
     ) -> None:
-        if "rngs" in sampling:
-            raise TypeError("Chat takes no rngs: it takes key now, such as key=jax.random.key(0)")
         if key is None:
             key = jax.random.key(0)
         self._key = typed_key(key)
         self._replies = 0
         self._sampling = Sampling(top_p=top_p, **sampling)
-        if max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be positive")
         if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
@@ -138,14 +134,6 @@ class Chat:
             pieces += turn
         pieces += [self._start, "assistant\n"]
         return self._tokenizer.encode_template(pieces).tolist()
-
-    def _turn(self, role: str, text: str) -> list[int]:
-        """Encode a single turn."""
-        return self._tokenizer.encode_template(self._pieces(role, text)).tolist()
-
-    def _opening(self, role: str) -> list[int]:
-        """Encode the words that open a turn."""
-        return self._tokenizer.encode_template([self._start, f"{role}\n"]).tolist()
 
     def _pieces(self, role: str, text: str) -> _Turn:
         return [self._start, f"{role}\n{text}", self._end, "\n"]

@@ -34,9 +34,8 @@ def generate_text(
     text ends before the `stop` string that is complete first, or after `max_new_tokens`; sampling
     ends when all texts have. A stop string may span tokens, but not begin in the prompt. An empty
     prompt stands for the beginning of a text if the tokenizer has a token for that, else for a
-    newline. `key` is the PRNG key for sampling, by default that of seed 0. Raises ValueError for no
-    prompts, an empty stop string, a prompt that the tokenizer can't encode, or an invalid sampling
-    parameter.
+    newline. `key` is the PRNG key for sampling, by default that of seed 0. Raises ValueError for a
+    prompt that the tokenizer can't encode, or an invalid sampling parameter.
     """
     pieces: Any = stream_text(
         model, tokenizer, prompts, max_new_tokens, key=key, stop=stop, **sampling
@@ -66,12 +65,8 @@ def stream_text(
     texts = prompts
     if isinstance(prompts, str):
         texts = (prompts,)
-    if not texts:
-        raise ValueError("prompts is empty: give at least one, which may be an empty string")
     if isinstance(stop, str):
         stop = (stop,)
-    if "" in stop:
-        raise ValueError("a stop string is empty: it would end every text at once")
     if key is None:
         key = jax.random.key(0)
     rows = []

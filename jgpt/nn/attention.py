@@ -13,12 +13,10 @@ def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {ti
     """Return True where a query (row) may attend to a key (column): itself and the past.
 
     With a `window`, a query may attend only to the last `window` positions, its own included
-    (sliding-window attention). Raises ValueError for a negative `time` and a window below 1.
+    (sliding-window attention). Raises ValueError for a window below 1.
     """
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be positive: it includes the query's own position")
-    if time < 0:
-        raise ValueError(f"time={time} must not be negative")
+        raise ValueError(f"`window={window}` must be positive: it includes the query")
     mask = jnp.tril(jnp.ones((time, time), dtype=bool))
     if window is None:
         return mask
@@ -130,7 +128,7 @@ def apply_rotary(
     head_dim = x.shape[-1]
     half = head_dim // 2
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even for rotary position embedding")
+        raise ValueError(f"`head_dim={head_dim}` must be even for rotary position embedding")
     # The angle in radians for each position: 1 for the first pair, down to about 1 / base for the
     # last.
     frequency = base ** -(jnp.arange(half) / half)  # head_dim/2
@@ -154,7 +152,7 @@ def split_heads(
     """Reshape (batch, time, features) to (batch, heads, time, features // heads)."""
     batch, time, features = x.shape
     if heads < 1 or features % heads:
-        raise ValueError(f"{features} features must be divisible by heads={heads}")
+        raise ValueError(f"{features} features must be divisible by `heads={heads}`")
     separate = x.reshape(batch, time, heads, features // heads)
     # Heads before time, since attention treats heads like the sequences of a batch.
     return separate.transpose(0, 2, 1, 3)

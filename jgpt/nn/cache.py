@@ -65,9 +65,7 @@ class LayerCache(Module):
         cached positions is unknown, only those that an empty buffer has no room for are noticed.
         """
         time = key.shape[2]
-        if time > self.capacity:
-            raise ValueError(f"{time} positions don't fit into a KV cache of {self.capacity}")
-        self._require_room_for_several(time)
+        self._require_room(time)
         start = self.end[...] % self.capacity
         for buffer, new in ((self.keys, key), (self.values, value)):
             # batch*num_kv_heads time head_dim
@@ -80,14 +78,15 @@ class LayerCache(Module):
         self.end[...] = self.end[...] + time
 
     @typed
-    def _require_room_for_several(self, time: int) -> None:
+    def _require_room(self, time: int) -> None:
         """Raise ValueError for positions that would pass the end or replace keys of one another."""
         length = self.length.get_value()
-        if isinstance(length, Tracer) or time == 1:
-            return
-        cached = int(np.asarray(length).max())
-        start = int(self.end.get_value()) % self.capacity
-        if max(cached, start) + time > self.capacity:
+        cached = 0
+        start = 0
+        if not isinstance(length, Tracer):
+            cached = int(np.asarray(length).max())
+            start = int(self.end.get_value()) % self.capacity
+        if max(cached, start) + time > self.capacity and time > 1:
             raise ValueError(
                 f"{time} positions don't fit into a KV cache of `capacity` {self.capacity} that "
                 f"has {cached}: make a larger one, or append one position at a time"
@@ -95,12 +94,7 @@ class LayerCache(Module):
 
     @typed
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions, before the buffer wraps around.
-
-        Raises ValueError if `capacity` is below the current one.
-        """
-        if capacity < self.capacity:
-            raise ValueError(f"a KV cache of {self.capacity} positions can't shrink to {capacity}")
+        """Make room for `capacity` positions, before the buffer wraps around."""
         more = capacity - self.capacity
         for buffer in (self.keys, self.values):
             # At the end: before the buffer wraps around, slot s is at index s.
@@ -150,15 +144,15 @@ class KVCache(Module):
             layer.length[...] = length
 
     @typed
-    def require_room(self, time: int, block_size: int) -> None:
+    def require_room(self, time: int, block_size: int, *, rolls: bool) -> None:
         """Raise ValueError if `time` more tokens don't fit into the cache and the block.
 
-        A full cache of a whole block takes one token at a time, in place of the oldest one. Under a
-        trace, where lengths are unknown, nothing is raised.
+        If it `rolls`, a full cache of a whole block takes one token at a time, in place of the
+        oldest one. Under a trace, where lengths are unknown, nothing is raised.
         """
         first = self.layers[0]  # all layers have the same positions
         length = first.length.get_value()
-        if isinstance(length, Tracer) or (time == 1 and first.capacity == block_size):
+        if isinstance(length, Tracer) or (rolls and time == 1 and first.capacity == block_size):
             return
         cached = int(np.asarray(length).max())
         if cached + time > min(first.capacity, block_size):

@@ -30,8 +30,7 @@ def run_blocks(
     """Return the residual stream: the input of each block, then the output of the last.
 
     A `shortcut` adds the embeddings to each input, times a learned scalar. A `mask` is that of each
-    block's attention. Raises ValueError for a
-    cache with another number of layers.
+    block's attention.
     """
     x = shard_by_name(x, "batch", "time", None)
     if config.scan_layers and cache is None:
@@ -41,11 +40,6 @@ def run_blocks(
     caches = [None] * len(blocks)
     if cache is not None:
         caches = list(cache.layers)
-    if len(caches) != len(blocks):
-        raise ValueError(
-            f"the cache has {len(caches)} layers and the model {len(blocks)}: "
-            "make the cache with empty_cache"
-        )
 
     def call(block, x, rngs):  # not Block.__call__: a subclass may override it
         # Rematerialisation makes a single copy for all blocks.

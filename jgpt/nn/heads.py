@@ -60,7 +60,7 @@ class _Attention(Module):
         # Without a causal order, the window would be silently ignored.
         if self.window is not None and not self.causal:
             raise ValueError(
-                f"window={self.window} needs causal=True: a window has only past positions"
+                f"`window={self.window}` needs `causal=True`: a window has only past positions"
             )
         if not self.causal or context is not None:
             return None  # encoders and cross-attention have no causal order
@@ -318,9 +318,7 @@ class MultiHeadAttention(_Attention):
 
     @typed
     def head(self, index: int) -> Head:
-        """Return a copy of head `index` as a `Head`. Raises ValueError if there is none."""
-        if not 0 <= index < self.num_heads:
-            raise ValueError(f"there is no head {index}: the heads are 0 to {self.num_heads - 1}")
+        """Return a copy of head `index` as a `Head`."""
         head = Head(
             self.embed_dim,
             self.head_dim,

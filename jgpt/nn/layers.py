@@ -194,12 +194,7 @@ def apply_dropout(
     x: Float[Array, "*rows"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*rows"]:
     """Apply inverted dropout (Srivastava et al. 2014, section 4); without a key, return `x`
-    unchanged.
-
-    Raises ValueError for a rate outside [0, 1).
-    """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout={rate} must be at least 0 and below 1")
+    unchanged."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

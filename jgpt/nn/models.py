@@ -114,8 +114,6 @@ def is_built_in(model: LanguageModel) -> bool:
 
 def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
     kind = type(model).__name__
-    if not isinstance(model, nnx.Module):
-        raise ValueError(f"the model must be a flax.nnx.Module, not {kind}")
     # Before `isinstance` of a protocol, which doesn't name the missing attribute.
     required = ("vocab_size", "block_size", "hidden", "logits", "__call__")
     missing = [name for name in required if not hasattr(model, name)]

@@ -23,8 +23,7 @@ SIZES = (
 class Module(nnx.Module):
     """An NNX module that shows the signature of `__init__`, which NNX's metaclass hides.
 
-    Setting one of `SIZES` to 0 or less, `dropout` outside [0, 1), or a negative `epsilon` raises
-    ValueError.
+    Setting one of `SIZES` to 0 or less, or `dropout` outside [0, 1), raises ValueError.
     """
 
     deterministic = True  # `train()` sets it to False, `eval()` to True
@@ -32,12 +31,13 @@ class Module(nnx.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         # Checked here instead of in constructors, so that attributes that a user sets later are
         # checked, too. `not` precedes the comparison, since NaN is not between any two numbers.
+        requirement = None
         if name == "dropout" and not 0 <= value < 1:
-            raise ValueError(f"{name}={value} must be at least 0 and below 1")
-        if name == "epsilon" and not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative")
-        if name in SIZES and value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be positive")
+            requirement = "at least 0 and below 1"
+        elif name in SIZES and value is not None and not value > 0:
+            requirement = "positive"
+        if requirement is not None:
+            raise ValueError(f"`{name}={value}` must be {requirement}")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -49,17 +49,15 @@ class Module(nnx.Module):
     def next_dropout_key(self, rngs: nnx.Rngs | None, rate: float) -> Key[Array, ""] | None:
         """Return the next key of the `dropout` stream, or None in evaluation.
 
-        Raises ValueError if `rngs` lack the stream, and after `train()` if dropout lacks `rngs`.
+        Raises ValueError after `train()` if dropout lacks `rngs`.
         """
         if rngs is not None:
-            if "dropout" not in rngs and "default" not in rngs:
-                raise ValueError("rngs has no stream for dropout: nnx.Rngs(dropout=key) has one")
             # Drawn even for a rate of 0, so that the keys of later layers don't depend on the rates
             # of earlier ones.
             return rngs.dropout()
         if rate > 0 and not self.deterministic:
             raise ValueError(
-                f"after train(), dropout={rate} needs the call's rngs=nnx.Rngs(dropout=key); "
+                f"after train(), `dropout={rate}` needs the call's rngs=nnx.Rngs(dropout=key); "
                 "the model's eval method switches back to evaluation"
             )
         return None
@@ -102,19 +100,3 @@ def require_in_vocabulary(
         f"{what} {values[tuple(first)]} at {place} is outside the vocabulary of "
         f"{vocab_size}: 0 to {vocab_size - 1}"
     )
-
-
-@typed
-def require_in_block(position: Int[Array, "*rows"], block_size: int) -> None:
-    """Raise ValueError for learned positions past the block, which their table lacks.
-
-    Under a trace, where values are unknown, nothing is raised, and their embedding is NaN.
-    """
-    if isinstance(position, Tracer):
-        return
-    last = int(np.asarray(position).max(initial=0))
-    if last >= block_size:
-        raise ValueError(
-            f"position {last} is past block_size={block_size}, where the learned positions of this "
-            "model end: begin again with the last tokens and an empty cache"
-        )

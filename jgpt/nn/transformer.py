@@ -28,7 +28,7 @@ from jgpt.nn.layers import (
     residual_std,
     vocabulary_head,
 )
-from jgpt.nn.module import Module, describe_model, require_in_block
+from jgpt.nn.module import Module, describe_model
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.nn.precision import portable
 from jgpt.nn.products import project_to_tied_vocabulary
@@ -217,12 +217,11 @@ class GPT(Module):
     ) -> PyTree[Float[Array, "batch time {self.embed_dim}"]]:
         """Return the residual stream: the input of each block, then the output of the last.
 
-        Raises ValueError past `block_size`, for tokens that don't fit into the cache, and for a
-        cache with another number of layers. With a cache of `block_size` positions that are rotary,
-        decoding may continue past `block_size`, one token at a time: each layer then attends to its
-        last `block_size` positions. With the number of each token's `documents`, neither attention
-        nor n-grams cross documents, and learned positions begin again in each; a cache has no
-        documents.
+        Raises ValueError past `block_size`, and for tokens that don't fit into the cache. With a
+        cache of `block_size` positions that are rotary, decoding may continue past `block_size`,
+        one token at a time: each layer then attends to its last `block_size` positions. With the
+        number of each token's `documents`, neither attention nor n-grams cross documents, and
+        learned positions begin again in each; a cache has no documents.
 
         Under a trace, the number of tokens in a cache is unknown, and how many more fit is not
         checked.
@@ -230,12 +229,11 @@ class GPT(Module):
         mask = None
         of_documents = {}
         if documents is not None:  # a subclass need not have this argument of `embed`
-            if cache is not None:
-                raise ValueError("a KV cache continues one document: give cache or documents")
             mask = document_mask(documents)
             of_documents["documents"] = documents
         if cache is not None:
-            cache.require_room(tokens.shape[1], self.block_size)
+            rolls = self.supports_rolling_cache
+            cache.require_room(tokens.shape[1], self.block_size, rolls=rolls)
         x = self.embed(tokens, cache=cache, rngs=rngs, **of_documents)
         return run_blocks(
             self.config, self.blocks, x, self.shortcut, cache=cache, mask=mask, rngs=rngs
@@ -255,7 +253,7 @@ class GPT(Module):
         time = tokens.shape[1]
         if time > self.block_size:
             raise ValueError(
-                f"{time} tokens are more than block_size={self.block_size}: "
+                f"{time} tokens are more than `block_size={self.block_size}`: "
                 "crop the input to its last block_size tokens"
             )
         x = self.token_embedding(tokens)  # batch time embed_dim
@@ -265,7 +263,6 @@ class GPT(Module):
                 # Left padding has negative positions; any row is fine, since no query attends to
                 # it.
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
-                require_in_block(position, self.block_size)
             elif documents is not None:
                 position = positions_in_documents(documents)  # batch time
             x = x + self.position_embedding(position)

@@ -39,10 +39,7 @@ def code_of(model: Any) -> dict[str, Any] | None:
     """
     if sys.gettrace() is not None:
         return None
-    try:
-        folders = folders_of(model)
-    except ValueError:  # it has no Python source
-        return None
+    folders = folders_of(model)
     time = min(LONGEST, model.block_size)
     tokens = jax.ShapeDtypeStruct((1, time), jnp.int32)
     made = lines_of_arrays(functools.partial(_arrays_by_place, model), (tokens,), folders)

@@ -26,7 +26,6 @@ from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
 from jgpt.shapes.trace import Shape, ShapeTrace
-from jgpt.words import counted
 
 MOST_WEIGHTS = 4_000_000
 """The limit of attention weights on a page, which draws all of them for each text."""
@@ -129,19 +128,10 @@ class Look:
 
     def require_room(self, time: int) -> None:
         """Raise ValueError for more tokens than the block or a page has room for."""
-        if time > self.model.block_size:
+        most = self.most_tokens()
+        if time > most:
             raise ValueError(
-                f"the prompt has {time} tokens, more than `block_size={self.model.block_size!r}`"
-            )
-        if time > self._most_tokens_with_maps():
-            layers = counted(len(self.anatomy.attention), "layer")
-            heads = counted(self.anatomy.heads, "head")
-            raise ValueError(f"{time} tokens are too many for a page: {layers}, {heads}")
-        if time > self.most_tokens():
-            vocabulary = f"a vocabulary of {self.model.vocab_size:,}"
-            raise ValueError(
-                f"{time} tokens are too many for a page with {vocabulary}: "
-                f"at most {self.most_tokens()}"
+                f"the prompt has {time} tokens, and a page of this model has room for {most}"
             )
 
     # --- the program ------------------------------------------------------------------------------

@@ -121,8 +121,6 @@ def first_text(look: Look, prompt: str | None, max_new_tokens: int | None = 0) -
     look.require_room(len(beginning))
     if max_new_tokens is None:
         max_new_tokens = NEW_TOKENS
-    if max_new_tokens < 0:
-        raise ValueError(f"`max_new_tokens={max_new_tokens!r}` must be 0 or more")
     most_tokens = look.most_tokens()
     count = min(max_new_tokens, most_tokens - len(beginning))
     continued = _continued(look.model, beginning, count)

@@ -174,11 +174,10 @@ def _names_of(run: RunDirectory, metric: str) -> list[str]:
     names = [name for name in found if name.startswith(f"{metric}/")]
     if names:
         return names
-    if not found:
-        raise ValueError(f"{run.path} has no metrics yet: train it first")
     groups = sorted({name.partition("/")[0] for name in found})
     suggestion = did_you_mean(metric, groups)
-    raise ValueError(f"{run.path} has no metric {metric!r}{suggestion}: it has {', '.join(groups)}")
+    known = ", ".join(groups) or "none yet"
+    raise ValueError(f"{run.path} has no metric {metric!r}{suggestion}: it has {known}")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -13,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,8 +31,6 @@ from jgpt.pictures.program import Uncomputable
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of words in the tokenizers library's ByteLevel."""
-MOST_CLASSES = 16
-"""The limit of distinct classes of code points in a pattern; each takes a second to find."""
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
@@ -67,8 +64,6 @@ def _byte_pairs(tokenizer: BPETokenizer) -> dict[str, Any]:
     model = values["model"]
     forms = _normal_forms(values["normalizer"])
     vocabulary = _byte_level_vocabulary(model)
-    if (values["decoder"] or {}).get("type") != "ByteLevel":
-        raise Untranslatable("its decoder is not byte-level")
     steps, classes = _steps(values["pre_tokenizer"])
     merges, singles = _merges(vocabulary, model["merges"])
     return {
@@ -88,11 +83,6 @@ def _byte_pairs(tokenizer: BPETokenizer) -> dict[str, Any]:
 
 def _byte_level_vocabulary(model: dict[str, Any]) -> dict[str, int]:
     """Return the vocabulary of byte-pairs that need no token for what is unknown."""
-    if model["type"] != "BPE":
-        raise Untranslatable(f"it is {model['type']}, not byte-pairs")
-    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            raise Untranslatable(f"it has a {name}")
     vocabulary = model["vocab"]
     missing = set()
     for letter, byte in bytes_of_letters().items():
@@ -122,8 +112,6 @@ def _added_tokens(tokenizer: BPETokenizer, added: list[dict[str, Any]]) -> list[
     tokens = []
     for token in added:
         text = token["content"]
-        if text == "":
-            raise Untranslatable("an added token has no text")
         # A token of letters of the byte-level alphabet may stand for bytes or for its own text.
         is_literal = tokenizer.decode([token["id"]]) == text
         flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")}
@@ -177,8 +165,6 @@ def _tokens_of_merges(vocabulary: dict[str, int], merges: list[Any]) -> dict[tup
     token_of_pair: dict[tuple[int, int], int] = {}
     for merge in merges:
         left, right = merge
-        if left == "" or right == "":
-            raise Untranslatable("a merge has an empty part")
         pair = (vocabulary[left], vocabulary[right])
         # As in the library, the last of equal merges counts, at its place in the order.
         token_of_pair.pop(pair, None)
@@ -264,8 +250,6 @@ def _classes_in(patterns: str) -> dict[str, list[int]]:
     names = sorted(set(re.findall(r"\\p\{(\w+)\}", patterns)))
     if r"\d" in patterns:
         names.append("Nd")
-    if len(names) > MOST_CLASSES:
-        raise Untranslatable(f"its patterns have more than {MOST_CLASSES} classes")
     return {name: list(_class_of(name)) for name in names}
 
 
@@ -292,14 +276,16 @@ def _class_of(name: str) -> tuple[int, ...]:
     return tuple(np.diff(borders, prepend=0).tolist())
 
 
-@dataclass(frozen=True)
-class _Translated:
-    """A part of a pattern in JavaScript."""
-
-    source: str
-    can_be_empty: bool = False
-    repeats: bool = False
-    """Whether it has a repetition without a limit."""
+# The parts of a pattern. Two letters in any case may equal another, as the ligature of s and t.
+_SYNTAX = r"(?P<open>\(\?(?:i?:|[!=]))|(?P<same>[|)]|(?:[*+?]|\{\d+(?:,\d*)?\})(?![*+?{]))"
+_ESCAPE = r"\\p\{\w+\}|\\[sSdrntf]|\\[^\w\s]"
+_IN_BRACKETS = r"[^\\\[\]&^-]"
+_BRACKET = rf"\[(?P<bracket>\^?(?:{_ESCAPE}|{_IN_BRACKETS}(?:-{_IN_BRACKETS})?)+)\]"
+_LETTER = r"[^\\^$.*+?()\[\]{}]"
+_PART = re.compile(rf"{_SYNTAX}|{_BRACKET}|(?P<escape>{_ESCAPE})|(?P<letter>{_LETTER})")
+_PART_IN_ANY_CASE = re.compile(
+    rf"{_SYNTAX}|(?!\\p)(?P<escape>{_ESCAPE})|(?!(?i:f[fil]|s[st])|[^\0-\x7f])(?P<letter>{_LETTER})"
+)
 
 
 def translate(pattern: str) -> str:
@@ -307,184 +293,60 @@ def translate(pattern: str) -> str:
     JavaScript's with the flag u.
 
     A class `\p{name}` is left for the page, inside brackets. Raises Untranslatable for what is not
-    needed for words: anchors, captures by name, possessive and lazy repetitions, a repetition
-    inside a repetition, and a pattern that matches an empty text.
+    needed for words: anchors, captures, and possessive and lazy repetitions.
     """
-    parser = _Parser(pattern)
-    found = parser.alternatives()
-    if parser.place < len(pattern):
-        raise Untranslatable(parser.error())
-    if found.can_be_empty:
-        raise Untranslatable(f"its pattern {pattern!r} matches an empty text")
-    return found.source
+    source = ""
+    ignores_case = [False]  # in each group around
+    place = 0
+    while place < len(pattern):
+        part = _PART
+        if ignores_case[-1]:
+            part = _PART_IN_ANY_CASE
+        found = part.match(pattern, place)
+        if found is None:
+            shown = pattern[place : place + 20]
+            raise Untranslatable(f"its pattern has {shown!r}, which the page can't translate")
+        place = found.end()
+        text = found[0]
+        match found.lastgroup:
+            case "open":
+                ignores_case.append(ignores_case[-1] or "i" in text)
+                source += text.replace("i", "")
+            case "same":
+                if text == ")":
+                    ignores_case.pop()
+                source += text
+            case "bracket":
+                inside = re.sub(
+                    f"{_ESCAPE}|{_IN_BRACKETS}", lambda item: _spelt(item[0]), found["bracket"]
+                )
+                source += f"[{inside}]"
+            case "letter" if ignores_case[-1]:
+                source += _in_any_case(text)
+            case _:
+                spelt = _spelt(text)
+                if not spelt.startswith(r"\u"):  # a class, whose ranges stand in brackets
+                    spelt = f"[{spelt}]"
+                source += spelt
+    return source
 
 
-class _Parser:
-    """Reads a pattern from left to right."""
-
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-        self.place = 0
-        self.ignores_case = False
-
-    def error(self) -> str:
-        """Say where the pattern can't be translated."""
-        shown = self.pattern[self.place : self.place + 20]
-        return f"its pattern has {shown!r}, which the page can't translate"
-
-    def take(self, text: str) -> bool:
-        """Skip a text if it comes next; return whether it did."""
-        is_next = self.pattern.startswith(text, self.place)
-        if is_next:
-            self.place += len(text)
-        return is_next
-
-    def match(self, expression: str) -> re.Match[str] | None:
-        """Skip what an expression of Python matches here."""
-        found = re.compile(expression).match(self.pattern, self.place)
-        if found:
-            self.place = found.end()
-        return found
-
-    def alternatives(self) -> _Translated:
-        """Read alternatives up to the end, or up to a closing parenthesis."""
-        parts = [self.sequence()]
-        while self.take("|"):
-            parts.append(self.sequence())
-        return _Translated(
-            "|".join(part.source for part in parts),
-            can_be_empty=any(part.can_be_empty for part in parts),
-            repeats=any(part.repeats for part in parts),
-        )
-
-    def sequence(self) -> _Translated:
-        """Read parts that follow each other."""
-        parts = []
-        while self.place < len(self.pattern) and self.pattern[self.place] not in "|)":
-            parts.append(self.repeated())
-        return _Translated(
-            "".join(part.source for part in parts),
-            can_be_empty=all(part.can_be_empty for part in parts),
-            repeats=any(part.repeats for part in parts),
-        )
-
-    def repeated(self) -> _Translated:
-        """Read one part and its repetition."""
-        part = self.atom()
-        found = self.match(r"[*+?]|\{(\d{1,3})(?:,\d{0,3})?\}")
-        if not found:
-            return part
-        if re.compile(r"[*+?{]").match(self.pattern, self.place):  # possessive, lazy or twice
-            raise Untranslatable(self.error())
-        repetition = found[0]
-        least = found[1]
-        is_endless = repetition in ("*", "+") or repetition.endswith(",}")
-        # Nested repetitions may take exponential time.
-        if part.can_be_empty or (part.repeats and is_endless):
-            raise Untranslatable(self.error())
-        return _Translated(
-            part.source + repetition,
-            can_be_empty=repetition in ("*", "?") or least == "0",
-            repeats=part.repeats or is_endless,
-        )
-
-    def atom(self) -> _Translated:
-        """Read a group, a look ahead, a class or a character."""
-        if self.take("(?i:"):
-            return self.group(ignores_case=True)
-        if self.take("(?:"):
-            return self.group(ignores_case=self.ignores_case)
-        for look_ahead in ("(?!", "(?="):
-            if self.take(look_ahead):
-                found = self.group(ignores_case=self.ignores_case)
-                source = look_ahead + found.source.removeprefix("(?:")
-                return _Translated(source, can_be_empty=True)
-        if self.take("["):
-            return _Translated(self.bracket())
-        escaped = self.escape()
-        if escaped is not None:
-            is_class = not escaped.startswith(r"\u")
-            if is_class:  # the page replaces a class by its ranges, which stand in brackets
-                escaped = f"[{escaped}]"
-            return _Translated(escaped)
-        character = self.pattern[self.place]
-        if character in r"\^$.*+?()[]{}":
-            raise Untranslatable(self.error())
-        self.place += 1
-        return _Translated(self.letter(character))
-
-    def group(self, *, ignores_case: bool) -> _Translated:
-        """Read a group up to its closing parenthesis."""
-        before = self.ignores_case
-        self.ignores_case = ignores_case
-        found = self.alternatives()
-        self.ignores_case = before
-        if not self.take(")"):
-            raise Untranslatable(self.error())
-        return _Translated(f"(?:{found.source})", found.can_be_empty, found.repeats)
-
-    def letter(self, character: str) -> str:
-        """Return a character, or the characters that are equal to it where case is ignored."""
-        if not self.ignores_case:
-            return _code_point(character)
-        # Some letters equal two others, as the ligature of s and t does.
-        following = self.pattern[self.place - 1 : self.place + 1].lower()
-        if not character.isascii() or following in ("ff", "fi", "fl", "ss", "st"):
-            raise Untranslatable(self.error())
-        equal = {character.lower(), character.upper()}
-        match character.lower():
-            case "s":
-                equal.add("\u017f")  # the long s
-            case "k":
-                equal.add("\u212a")  # the sign for kelvin
-        code_points = [_code_point(letter) for letter in sorted(equal)]
-        return "[" + "".join(code_points) + "]"
-
-    def bracket(self) -> str:
-        """Read a class in brackets."""
-        if self.ignores_case:
-            raise Untranslatable(self.error())
-        source = "["
-        if self.take("^"):
-            source = "[^"
-        if self.take("]"):  # an empty class, or one that begins with a bracket
-            raise Untranslatable(self.error())
-        while not self.take("]"):
-            escaped = self.escape()
-            if escaped is not None:
-                source += escaped
-                continue
-            found = self.match(r"([^\\\[\]&^-])(?:-([^\\\[\]&^-]))?")
-            if not found:
-                raise Untranslatable(self.error())
-            source += _code_point(found[1])
-            if found[2]:
-                source += "-" + _code_point(found[2])
-        return source + "]"
-
-    def escape(self) -> str | None:
-        r"""Read a backslash and what it stands for, or return None."""
-        if not self.pattern.startswith("\\", self.place):
-            return None
-        name = self.match(r"\\p\{(\w+)\}")
-        if name:
-            if self.ignores_case:
-                raise Untranslatable(self.error())
-            return rf"\p{{{name[1]}}}"
-        for text, source in (
-            (r"\s", r"\p{White_Space}"),
-            (r"\S", r"\P{White_Space}"),
-            (r"\d", r"\p{Nd}"),
-        ):
-            if self.take(text):
-                return source
-        found = self.match(r"\\([rntf]|[^\w\s])")
-        if not found:
-            raise Untranslatable(self.error())
-        character = found[1]
-        controls = {"r": "\r", "n": "\n", "t": "\t", "f": "\f"}
-        return _code_point(controls.get(character, character))
+def _in_any_case(letter: str) -> str:
+    """Return the characters that are equal to one where case is ignored."""
+    equal = {letter.lower(), letter.upper()}
+    match letter.lower():
+        case "s":
+            equal.add("\u017f")  # the long s
+        case "k":
+            equal.add("\u212a")  # the sign for kelvin
+    return "[" + "".join(map(_spelt, sorted(equal))) + "]"
 
 
-def _code_point(character: str) -> str:
+def _spelt(text: str) -> str:
+    r"""Return a character by its code point, and a class such as `\s` by its name."""
+    classes = {r"\s": r"\p{White_Space}", r"\S": r"\P{White_Space}", r"\d": r"\p{Nd}"}
+    if text.startswith(r"\p") or text in classes:
+        return classes.get(text, text)
+    controls = {r"\r": "\r", r"\n": "\n", r"\t": "\t", r"\f": "\f"}
+    character = controls.get(text, text[-1])
     return rf"\u{{{ord(character):x}}}"

@@ -38,22 +38,17 @@ _SHORT_DTYPES = {
 
 def parse_array(array: str) -> tuple[Any, str]:
     """Return the dtype and the dimensions in a text such as `float32[b t 8]`."""
-    problem = ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
     found = re.fullmatch(r"(\w+)\[([^\],]*)\]", array.strip())
-    if found is None:
-        raise problem
-    dtype_name, dimensions = found.groups()
-    try:
-        dtype = jnp.dtype(_SHORT_DTYPES.get(dtype_name, dtype_name))
-        sizes = make_shape(dimensions, jax.export.SymbolicScope())
     # An unknown dtype raises TypeError, an expression that JAX can't read ValueError.
-    except (TypeError, ValueError):
-        raise problem from None
-    for size in sizes:
-        # Whether a symbolic size is negative is known only with its numbers.
-        if not isinstance(size, Size) and size < 0:
-            raise problem
-    return dtype, dimensions
+    with contextlib.suppress(TypeError, ValueError):
+        if found is not None:
+            dtype_name, dimensions = found.groups()
+            dtype = jnp.dtype(_SHORT_DTYPES.get(dtype_name, dtype_name))
+            sizes = make_shape(dimensions, jax.export.SymbolicScope())
+            # Whether a symbolic size is negative is known only with its numbers.
+            if all(isinstance(size, Size) or size >= 0 for size in sizes):
+                return dtype, dimensions
+    raise ValueError(f"{array!r} is not an array such as 'float32[b t 8]'")
 
 
 def evaluate_size(text: str, numbers: Mapping[str, int]) -> int:
@@ -107,16 +102,16 @@ def require_readable(where: tuple[str, ...], names: list[str]) -> None:
     if unknown:
         name = min(unknown)  # one of them, the same in each run
         raise ValueError(f"where={list(where)} names {name}, a size that no array has")
+    problem = "holds for no sizes"
     try:
         scope = make_scope(where)
-        for constraint in where:
-            if _is_never_met(constraint, scope):
-                raise ValueError("unsatisfiable")
+        is_met = not any(_is_never_met(constraint, scope) for constraint in where)
     except Exception as error:
-        problem = f"can't be read: {error}"
-        if "nsatisfiable" in str(error):  # JAX's error or jgpt's
-            problem = "holds for no sizes"
-        raise ValueError(f"where={list(where)} {problem}") from None
+        is_met = False
+        if "nsatisfiable" not in str(error):  # JAX's error or jgpt's
+            problem = f"can't be read: {error}"
+    if not is_met:
+        raise ValueError(f"where={list(where)} {problem}")
 
 
 def _is_never_met(constraint: str, scope: jax.export.SymbolicScope) -> bool:

@@ -524,8 +524,6 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
         code = _code_of(function_of_call)
         if code is not None:
             folders.add(_folder(code.co_filename))
-    if not folders:
-        raise ValueError(f"{function!r} has no Python source")
     return frozenset(folders)
 
 

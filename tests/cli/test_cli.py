@@ -290,9 +290,7 @@ def test_closed_streams_are_empty(monkeypatch, run):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     main(["help"])
-    with pytest.raises(SystemExit) as stopped:
-        main(["sample", str(run), "--prompt-file", "-"])
-    assert stopped.value.code == 2
+    main(["sample", str(run), "--prompt-file", "-", "--max-new-tokens", "3"])
     for name in ("stdin", "stdout", "stderr"):
         getattr(sys, name).close()
 
@@ -448,8 +446,8 @@ def test_a_prompt_file_is_a_file(run, two, tmp_path):
     said = worked("sample", run, *from_file, tmp_path / "prompt.txt")
     assert said == worked("sample", run, *from_file, "-", stdin=windows)
     assert said == worked("sample", run, *GREEDY, "this\neye")
-    for data, because in ((b"caf\xe9", "standard input is not UTF-8 text"), (b"", "is empty")):
-        assert because in refused("sample", run, "--prompt-file", "-", stdin=data)
+    said = refused("sample", run, "--prompt-file", "-", stdin=b"caf\xe9")
+    assert "standard input is not UTF-8 text" in said
     ask = ("--max-new-tokens", 0, "--prompt-file", "-")
     assert worked("sample", two, *ask, stdin=b"dog\r\nthe") == "dog\r\nthe\n"
 

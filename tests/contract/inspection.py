@@ -21,7 +21,13 @@ PARTS = ("describe", "matching", "calls", "contract")
 CONTRACT = [f"jgpt.shapes.{name}" for name in PARTS]
 """What checks the others can't check itself."""
 ANY_DTYPE = {
+    "jgpt.nn.attention.merge_heads: its result",
+    "jgpt.nn.attention.merge_heads: x",
+    "jgpt.nn.attention.split_heads: its result",
+    "jgpt.nn.attention.split_heads: x",
     "jgpt.nn.cache.LayerCache.positions: new",
+    "jgpt.nn.kernels.repeat_heads: its result",
+    "jgpt.nn.kernels.repeat_heads: x",
     "jgpt.training.placement.bytes_of: tree",
     "jgpt.nn.stacking.stack_blocks: its result",
     "jgpt.nn.stacking.stack_blocks: tree",

@@ -196,7 +196,9 @@ def wrong_values(hint: Any, value: Any, loose: bool) -> Iterator[Any]:
             for wrong in wrong_values(part, value[place], loose):
                 yield (*value[:place], wrong, *value[place + 1 :])
     elif array_hint(hint, value) is not None and hasattr(value, "dtype"):
-        yield from wrong_arrays(value, loose)
+        for wrong in wrong_arrays(value, loose):
+            if wrong.shape != value.shape or "Shaped" not in str(hint):
+                yield wrong
     elif getattr(hint, "leaftype", None):
         yield from wrong_trees(hint, value)
 

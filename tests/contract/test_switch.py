@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import TypeCheckError, config
 
 import jgpt
+from jgpt.nn.attention import split_heads
 from jgpt.training.state import abstract_state, dropout_stream
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.quick import only
@@ -40,12 +41,12 @@ def switch() -> Iterator[None]:
 
 @pytest.mark.usefixtures("switch")
 def test_it_switches_while_python_runs():
-    wrong = jnp.ones(3)
+    wrong = jnp.ones((3, 5))
     with pytest.raises(TypeCheckError):
-        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+        split_heads(wrong, 2)
     config.update("jaxtyping_disable", True)
-    with pytest.raises(ValueError, match="ambiguous") as unchecked:
-        jgpt.causal_mask(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unpack") as unchecked:
+        split_heads(wrong, 2)
     assert not isinstance(unchecked.value, TypeCheckError)
 
 

@@ -175,8 +175,6 @@ def test_a_stream_says_what_the_whole_says(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": ()}, "prompts is empty: give at least one"),
-        ({"stop": ("a", "")}, "a stop string is empty: it would end every text at once"),
         ({"prompts": ("a", "x")}, "unknown character 'x'"),
         ({"min_p": 2.0}, "`min_p=2.0` must be in"),
     ],

@@ -172,14 +172,6 @@ def test_a_head_is_a_copy():
     assert before.any()
 
 
-@pytest.mark.parametrize("index", [-1, NUM_HEADS])
-def test_there_is_no_other_head(index):
-    module = attention(EMBED_DIM, NUM_HEADS)
-
-    with pytest.raises(ValueError, match=f"there is no head {index}: the heads are 0 to 2"):
-        module.head(index)
-
-
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize(
     ("causal", "window", "scale"),
@@ -333,11 +325,9 @@ def test_a_query_may_look_at_itself_and_so_much_of_its_past(time, window):
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_that_holds_nothing_is_rejected(window):
-    with pytest.raises(ValueError, match=f"time={-TIME} must not be negative"):
-        causal_mask(-TIME)
     with pytest.raises(ValueError, match=f"`window={window}` must be positive"):
         causal_mask(TIME, window)
-    with pytest.raises(ValueError, match=f"`window={window}` must be positive"):
+    with pytest.raises(ValueError, match=f"`attention_window={window}` must be positive"):
         attention(EMBED_DIM, NUM_HEADS, window=window)
 
 
@@ -356,7 +346,7 @@ def test_a_window_is_of_the_past():
     windowed.causal = False
     head = Head(EMBED_DIM, 4, window=2, causal=False, rngs=nnx.Rngs(0))
     for module in (windowed, head):
-        with pytest.raises(ValueError, match="`window=2` needs causal=True"):
+        with pytest.raises(ValueError, match="`window=2` needs `causal=True`"):
             jax.eval_shape(module, X)
 
 

@@ -151,16 +151,6 @@ def test_attention_takes_a_mask_beside_its_causal_one():
     assert not np.allclose(with_itself, without, rtol=1e-3)
 
 
-def test_a_cache_has_no_documents():
-    model = random_gpt("gpt2")
-    tokens = tokens_of(1, batch=1)[:, :3]
-    cache = model.empty_cache(1)
-    documents = jnp.zeros((1, 3), jnp.int32)
-
-    with pytest.raises(ValueError, match="continues one document: give cache or documents"):
-        model.hidden(tokens, cache=cache, documents=documents)
-
-
 def test_without_documents_a_block_of_one_s_own_needs_no_mask():
     """And the program is the same as with a block that takes one."""
     plain = random_gpt("gpt2")

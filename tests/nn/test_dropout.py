@@ -57,23 +57,9 @@ def test_without_a_key_or_a_rate_the_array_itself_is_returned():
     assert apply_dropout(x, 0.0, jax.random.key(0)) is x
 
 
-@pytest.mark.parametrize("rate", [1.0, 1.5, -0.5, float("nan")])
-def test_a_rate_is_at_least_0_and_below_1(rate):
-    x = jnp.ones((3, 4))
-    message = f"dropout={rate} must be at least 0 and below 1"
-
-    with pytest.raises(ValueError, match=message):
-        apply_dropout(x, rate, jax.random.key(0))
-    with pytest.raises(ValueError, match=message):
-        attend(x, x, x, dropout=rate)
-
-
-def test_keys_of_another_stream_are_rejected():
+def test_keys_may_come_from_the_default_stream():
     module = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 7, 6))
-
-    with pytest.raises(ValueError, match=r"no stream for dropout: nnx.Rngs\(dropout=key\) has"):
-        module(x, rngs=nnx.Rngs(params=0))
 
     @jax.jit
     def with_default_stream(x):
@@ -162,7 +148,7 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
 
     model.train()
     for call in (loss, nnx.value_and_grad(loss), nnx.jit(loss)):
-        with pytest.raises(ValueError, match=rf"after train\(\), dropout={RATE} needs"):
+        with pytest.raises(ValueError, match=rf"after train\(\), `dropout={RATE}` needs"):
             nnx.eval_shape(call, model)
     with pytest.raises(ValueError, match="eval method switches back to evaluation"):
         jgpt.generate(model, FIVE_TOKENS, 2, key=jax.random.key(0))

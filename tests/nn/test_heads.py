@@ -41,7 +41,7 @@ def test_rotary_heads_have_an_even_size():
         head = Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))
         return head(X)
 
-    with pytest.raises(ValueError, match="head_dim=5 must be even"):
+    with pytest.raises(ValueError, match="`head_dim=5` must be even"):
         nnx.eval_shape(call_odd_head)
 
 
@@ -120,19 +120,17 @@ def test_sizes_of_the_blocks(monkeypatch):
         assert blocks == lengths
 
 
-def test_a_cache_takes_what_it_has_room_for_and_does_not_shrink():
+def test_a_cache_takes_what_it_has_room_for():
     cache = LayerCache(2, 5, 2, 3)
     six = normal(0, 2, 2, 6, 3)
     five = six[:, :, :5]
 
-    with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of 5"):
+    with pytest.raises(ValueError, match="6 positions don't fit into a KV cache of `capacity` 5"):
         cache.append(six, six)
     cache.append(five, five)
     cache.grow(7)
 
     assert cache.capacity == 7
-    with pytest.raises(ValueError, match="a KV cache of 7 positions can't shrink to 6"):
-        cache.grow(6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -72,10 +71,9 @@ def test_every_module_is_tried():
 REFUSED = {
     "must be positive": (0, -3),
     "must be at least 0 and below 1": (-0.1, 1.0, 1.5, float("nan")),
-    "must not be negative": (-1e-5, float("nan")),
 }
-FINE = {"dropout": (0, 0.0, 0.99), "epsilon": (0.0,)}
-BOUNDS = {"dropout": "must be at least 0 and below 1", "epsilon": "must not be negative"}
+FINE = {"dropout": (0, 0.0, 0.99)}
+BOUNDS = {"dropout": "must be at least 0 and below 1"}
 
 
 @pytest.mark.parametrize(
@@ -89,24 +87,15 @@ BOUNDS = {"dropout": "must be at least 0 and below 1", "epsilon": "must not be n
 def test_a_number_is_within_its_bounds(kind, name):
     bound = BOUNDS.get(name, "must be positive")
     for value in REFUSED[bound]:
-        with pytest.raises(ValueError, match=f"^{name}={value} {bound}"):
+        with pytest.raises(ValueError, match=f"^`{name}={value}` {bound}"):
             make(kind, **{name: value})
     for value in FINE.get(name, ()):
         assert getattr(make(kind, **{name: value}), name) == value
 
 
-@pytest.mark.parametrize("dtype", ["int32", "auto", int, "float23"])
-@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
-def test_a_dtype_is_floating_point(name, dtype):
-    with pytest.raises(ValueError, match=r"dtype .* must be floating-point, such as float32"):
-        make(Linear, **{name: dtype})
-    for fine in ("bfloat16", jnp.float32, jnp.float16):
-        make(Linear, **{name: fine})
-
-
 def test_a_size_and_a_rate_stay_what_they_may_be():
     head = make(jgpt.Head)
-    with pytest.raises(ValueError, match="window=0 must be positive"):
+    with pytest.raises(ValueError, match="`window=0` must be positive"):
         head.window = 0
     head.window = None
     assert (head.window, head.head_dim) == (None, 4)

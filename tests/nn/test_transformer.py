@@ -117,7 +117,7 @@ def test_longer_inputs_than_the_block_are_rejected(family):
     model = random_gpt(family)
     tokens = tokens_of(0, time=BLOCK_SIZE + 1)
 
-    with pytest.raises(ValueError, match="12 tokens are more than block_size=11"):
+    with pytest.raises(ValueError, match="12 tokens are more than `block_size=11`"):
         model(tokens)
 
 
@@ -296,8 +296,7 @@ def test_a_tied_head_is_not_copied_for_one_row(batch, time, table_stands):
     assert VOCAB not in product.invars[1 - table_stands].aval.shape
 
 
-def test_learned_positions_past_the_block_are_named():
-    """They are looked up in a table, too, but are no tokens of a vocabulary."""
+def test_a_cache_of_learned_positions_ends_with_the_block():
     model = random_gpt("nanogpt", block_size=3, num_layers=1)
     cache = model.empty_cache(1)
     token = jnp.array([[5]])
@@ -306,7 +305,7 @@ def test_learned_positions_past_the_block_are_named():
     for _ in range(3):
         model(token, cache=cache)
 
-    with pytest.raises(ValueError, match=r"^position 3 is past block_size=3, where the learned"):
+    with pytest.raises(ValueError, match="1 token after 3 don't fit"):
         model(token, cache=cache)
     message = "^token 17 at batch index 0, position 0 is outside the voc"
     with pytest.raises(ValueError, match=message):

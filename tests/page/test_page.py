@@ -671,7 +671,7 @@ def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
 
     assert look.most_tokens() == 8
     assert model.program_lengths(look) == [2, 4, 8]
-    reason = "9 tokens are too many for a page with a vocabulary of 17: at most 8"
+    reason = "the prompt has 9 tokens, and a page of this model has room for 8"
     with pytest.raises(ValueError, match=reason):
         page_of(look, "ipsbestca")
 

@@ -125,13 +125,6 @@ def test_a_primitive_that_the_page_lacks_is_refused_with_the_line_that_uses_it()
     [
         (lambda x: x.astype(jnp.complex64), np.ones(2, np.float32), "the dtype complex64"),
         (lambda x: jnp.lexsort((x, x + 1)), np.ones(2, np.float32), "num_keys=2"),
-        (lambda x: jax.lax.top_k(x, 2), jax.ShapeDtypeStruct((2**20 + 1,), jnp.float32), "numbers"),
-        (lambda x: jax.lax.reduce_precision(x, 4, 3), np.ones(2, np.float32), "4 bits of exponent"),
-        (
-            lambda x: jax.random.bits(jax.random.wrap_key_data(x, impl="rbg")),
-            np.zeros(4, np.uint32),
-            "rbg",
-        ),
     ],
 )
 def test_a_dtype_or_parameter_that_the_page_lacks_is_refused(function, argument, reason):

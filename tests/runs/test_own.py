@@ -227,7 +227,7 @@ def make_with_dropout(config, *, rngs):
         (maker_of(), "lacks vocab_size, block_size, hidden, logits, which"),
         (maker_of(vocab_size=11, block_size=64, logits=1), "a Mine lacks hidden, which"),
         (maker_of(**WHOLE | {"vocab_size": 9}), "Mine.vocab_size is 9, not the config's 11"),
-        (make_no_module, "the model must be a flax.nnx.Module, not dict"),
+        (make_no_module, "a dict lacks vocab_size, block_size, hidden, logits, __call__"),
         (make_with_dropout, "a Mine holds RngCount, RngKey: a model holds nnx.Param alone"),
     ],
     ids=["all", "one", "vocabulary", "module", "random numbers"],

@@ -11,7 +11,6 @@ from jgpt.cli.arguments import (
     LatestRun,
     ModelOption,
     Probability,
-    require_seed,
 )
 from jgpt.cli.options import (
     OptionSpec,
@@ -42,12 +41,10 @@ def chat(
         weights: int8 quantises the weights and the inputs of each matrix product. It is faster on a
             CPU.
     """
-    require_seed(seed)
     run = runs.run_or_latest(run)
     _require_tokenizer(run)
     with runs.loaded_run(run, checkpoint, model=model, weights=weights) as (loaded, tokenizer, _):
         import jax
-        import numpy as np
 
         from jgpt.generation.chat import Chat
 
@@ -56,7 +53,7 @@ def chat(
             tokenizer,
             system,
             max_new_tokens,
-            key=jax.random.key(np.uint32(seed)),
+            key=jax.random.key(seed),
             temperature=temperature,
             top_p=top_p,
         )

@@ -39,8 +39,6 @@ def import_(
     path = Path(out)
     if path.exists():  # before loading, which may take a while
         raise ValueError(f"{path} already exists: choose another directory")
-    if (Path(source) / "checkpoints").is_dir():
-        raise ValueError(f"{source} is already a run: use it with jgpt sample, eval or train")
     if block_size is not None and from_ == "nanogpt":
         raise OptionError(f"--block-size {block_size} needs rotary positions, which nanoGPT lacks")
 

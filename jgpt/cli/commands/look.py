@@ -12,10 +12,7 @@ from jgpt.cli.arguments import (
     TokenizerOption,
     path_to_write,
 )
-from jgpt.cli.options import (
-    OptionError,
-    OptionSpec,
-)
+from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console, spinner
 from jgpt.durable import write_file
 from jgpt.words import format_bytes
@@ -42,10 +39,6 @@ def look(
         max_new_tokens: The number of tokens to sample after the prompt. By default 48, or fewer if
             the block or the page is full.
     """
-    if prompt is None and max_new_tokens is not None:
-        raise OptionError(
-            f"--max-new-tokens {max_new_tokens} has no effect without a prompt: give --prompt"
-        )
     run = runs.run_or_latest(run)
     out = out or "look.html"
     path = path_to_write(out, ".html")
@@ -59,7 +52,7 @@ def look(
         with spinner(open_console(stderr=True), "making the page"):
             if prompt is None:
                 prompt = opening_text(run, config, used_tokenizer, loaded.block_size)
-                max_new_tokens = 0
+                max_new_tokens = max_new_tokens or 0
             page = model_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
     write_file(path, page)
     size = format_bytes(len(page.encode()))

@@ -14,11 +14,9 @@ from jgpt.cli.arguments import (
     Probability,
     Texts,
     TokenizerOption,
-    require_seed,
 )
 from jgpt.cli.options import (
     File,
-    OptionError,
     OptionSpec,
 )
 from jgpt.config import DEFAULT_TEMPERATURE
@@ -63,13 +61,9 @@ def sample(
         weights: int8 quantises the weights and the inputs of each matrix product. It is faster on a
             CPU.
     """
-    if num_samples < 1:
-        raise OptionError(f"--num-samples {num_samples} must be at least 1")
-    require_seed(seed)
     run = runs.run_or_latest(run)
     with runs.loaded_run(run, checkpoint, mesh, model, weights, tokenizer) as opened:
         import jax
-        import numpy as np
 
         from jgpt.generation.text import stream_text
 
@@ -77,7 +71,7 @@ def sample(
         texts = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
         # made as they are needed: a list of so many might not fit into memory
         prompts = (text for text in texts for _ in range(num_samples))
-        key = jax.random.key(np.uint32(seed))
+        key = jax.random.key(seed)
         first = 0
         while rows := tuple(islice(prompts, BATCH_SIZE)):
             pieces = stream_text(
@@ -137,6 +131,4 @@ def _prompts(
             with open(path, "rb") as file:
                 text = read_stream(file, path, universal_newlines=universal_newlines)
         prompts = (text,)
-    if "" in prompts:
-        raise ValueError("the prompt is empty: give at least one character, or no --prompt at all")
     return prompts or ("",)

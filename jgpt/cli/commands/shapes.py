@@ -61,28 +61,29 @@ def shapes(
             standard deviation and what is not finite.
         json: Print one JSON object.
     """
-    for name, value in (("batch", batch), ("time", time), ("depth", depth)):
-        if value is not None and value < 1:
-            raise OptionError(f"--{name} {value} must be positive")
-    if decode and train:
-        raise OptionError("--decode and --train are two pictures: give one")
-    if of is not None and not source:
-        raise OptionError("--of selects functions of --source: give both")
-    if source and depth is not None:
-        raise OptionError(
-            f"--depth {depth} is for the tree, and --source shows lines: give one of them"
-        )
-    if prompt is not None:
-        if not source:
-            raise OptionError("--prompt shows values beside the lines of --source: give both")
-        sizes = {"--batch": batch, "--time": time, "--decode": decode, "--train": train}
-        for flag, value in sizes.items():
-            if value:
-                raise OptionError(f"--prompt shows the values of one text: leave out {flag}")
-        if functions.is_code(what) or what in PRESETS:
-            raise OptionError(f"--prompt needs a run, whose weights are trained: {what} has none")
-    elif tokenizer is not None:
-        raise OptionError(f"--tokenizer {tokenizer} encodes --prompt: give both")
+    is_code = functions.is_code(what)
+    shows_values = prompt is not None
+    are_sizes_given = batch is not None or time is not None or decode or train
+    refusals = {
+        "--batch, --time and --depth must be positive": min(batch or 1, time or 1, depth or 1) < 1,
+        "--decode and --train are two pictures: give one": decode and train,
+        "--of selects functions of --source: give both": of is not None and not source,
+        "--prompt shows values beside the lines of --source: give both": (
+            shows_values and not source
+        ),
+        "--prompt shows the values of one text: leave out --batch, --time, --decode and --train": (
+            shows_values and are_sizes_given
+        ),
+        f"--prompt needs a run, whose weights are trained: {what} has none": (
+            shows_values and (is_code or what in PRESETS)
+        ),
+        f"give {what} or --model {model}, not both": is_code and model is not None,
+        f"{' '.join(arrays)!r} was not expected: only a function gets arrays, as in "
+        "jgpt shapes my.py:attend 'float32[b t 8]'": bool(arrays) and not is_code,
+    }
+    for message, is_refused in refusals.items():
+        if is_refused:
+            raise OptionError(message)
     with _strict_json(json, source):
         if prompt is not None:
             return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
@@ -104,19 +105,10 @@ def _show(
 ) -> Lines:
     """Print the tree of calls or the source, or return it as JSON."""
     if functions.is_code(what):
-        if model is not None:
-            raise OptionError(f"give {what} or --model {model}, not both")
         if arrays or not functions.is_model(what):
-            options = {"--batch": batch, "--time": time, "--decode": decode, "--train": train}
-            functions.require_none(options)
             return functions.show(what, arrays, depth or 3, source=source, of=of, json=json)
         model = what
         what = DEFAULT_PRESET
-    elif arrays:
-        raise OptionError(
-            f"{arrays[0]!r} was not expected: only a function gets arrays, as in "
-            "jgpt shapes my.py:attend 'float32[b t 8]'"
-        )
     with terminal.importing():
         from jgpt.training import programs
 
