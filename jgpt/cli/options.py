@@ -227,11 +227,8 @@ class _Parser(argparse.ArgumentParser):
     def _require_known_option(self, word: str) -> None:
         """Raise OptionError for what looks like an option and is none, saying what is meant."""
         flag = word.partition("=")[0]
-        instead = {}
-        if self.command == "train":
-            instead = INSTEAD
-        if flag in instead:
-            raise OptionError(f"{flag} {instead[flag]}")
+        if self.command == "train" and flag in INSTEAD:
+            raise OptionError(f"{flag} {INSTEAD[flag]}")
         if word.startswith("-") and word != "--":
             # without quotes, as the rest of the message writes an option
             meant = did_you_mean(flag, self.flags).replace("'", "")
