@@ -156,7 +156,7 @@ def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
     assert unsafe.search("import pickle")
     assert unsafe.search("x = pickle.loads(data)")
     for path in (REPOSITORY / "jgpt").rglob("*.py"):
-        if path.name != "contract.py":
+        if path.name != "matching.py":  # evaluates the text of annotations, which is code
             assert unsafe.search(path.read_text()) is None, path.name
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import jax
@@ -291,6 +292,15 @@ def middle_of(page: Page, element: str) -> tuple[float, float]:
     return left + width / 2, top + height / 2
 
 
+def hover(page: Page, element: str) -> None:
+    """Move the mouse over an element, which an earlier click may still be moving."""
+    for _ in range(40):
+        page.mouse("mouseMoved", *middle_of(page, element))
+        if tip(page):
+            return
+        time.sleep(0.05)
+
+
 def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     """Where a cell of the attention map is."""
     middle_of(page, "map.canvas")  # brings it into sight
@@ -358,11 +368,11 @@ def test_hovering_the_text_and_the_lens_tells_probabilities(shown):
     # what one block makes of the sixth token
     likeliest = np.exp(data["log_probabilities"][1, 6, 0])
 
-    page.mouse("mouseMoved", *middle_of(page, "textSpans[5]"))
+    hover(page, "textSpans[5]")
     assert f"“t” (5): {bits:.2f} bits" in tip(page)
     assert f"rank {rank} of 17" in tip(page)
 
-    page.mouse("mouseMoved", *middle_of(page, "lens.cells[1][6]"))
+    hover(page, "lens.cells[1][6]")
     assert tip(page).startswith("layer 0, after “€” (6)\n")
     assert f"” {likeliest:.4f}\n" in tip(page)
 
