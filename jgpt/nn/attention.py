@@ -10,7 +10,8 @@ from jgpt.shapes.contract import check, typed
 
 @typed
 def causal_mask(time: int, window: int | None = None) -> Bool[Array, "{time} {time}"]:
-    """Return True where a query (row) may attend to a key (column): itself and the past.
+    """Return True where a query (row) may attend to a key (column), for `time` positions: itself
+    and the past.
 
     With a `window`, a query may attend only to the last `window` positions, its own included
     (sliding-window attention). Raises ValueError for a window below 1.

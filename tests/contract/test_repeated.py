@@ -56,7 +56,7 @@ def named(x: Row, y: Row) -> None: ...  # pyright: ignore
 
 
 @typed
-def generic(x: Rows, y: Float[Array, "size"]) -> None: ...
+def generic(x: Rows, y: Float[Array, "size"]) -> None: ...  # pyright: ignore
 
 
 @typed
