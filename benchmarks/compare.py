@@ -353,9 +353,8 @@ def contract_overhead(
 
 
 def ratios(measured: Measured) -> dict[str, Any]:
-    """The median ratio over the rounds, and the time added to the trace of each preset.
-
-    Other load slows both halves of a round alike."""
+    """The ratio of the minima over alternating rounds, and the time added to the trace of each
+    preset: what disturbs a measurement only adds to it."""
     on = measured.get("checks on", {})
     off = measured.get("checks off", {})
     ratio = {}
@@ -363,12 +362,9 @@ def ratios(measured: Measured) -> dict[str, Any]:
     for name in on:
         if name not in off:
             continue
-        # one of them may have a round more, when this is called in between
-        rounds = list(zip(on[name], off[name], strict=False))
-        ratio[name] = statistics.median(with_checks / without for with_checks, without in rounds)
+        ratio[name] = min(on[name]) / min(off[name])
         if name.startswith("trace "):
-            differences = [with_checks - without for with_checks, without in rounds]
-            added[name.removeprefix("trace ")] = statistics.median(differences)
+            added[name.removeprefix("trace ")] = min(on[name]) - min(off[name])
     return {"ratio": ratio, "added": added}
 
 
