@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
 from jgpt.nn.layers import Linear
-from jgpt.nn.models import LanguageModel
+from jgpt.nn.models import LanguageModel, named_parameters
 from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
@@ -71,12 +72,20 @@ def quantise(
 def with_int8_weights(model: LanguageModel) -> GPT:
     """Return a copy of a GPT for decoding, with its linear layers and head in int8.
 
-    Embeddings and norms stay unchanged. Raises ValueError for another model.
+    Embeddings and norms stay unchanged. Raises ValueError for another model, and FloatingPointError
+    for weights that are not finite, which int8 can't represent.
     """
     if not isinstance(model, GPT):
         raise ValueError(
             f"a {type(model).__name__} has no linear layers to quantise: only a GPT can be in int8"
         )
+    for name, parameter in named_parameters(model).items():
+        if isinstance(parameter[...], Tracer):  # in a proof, it has no values
+            continue
+        if not jnp.isfinite(parameter[...]).all():
+            raise FloatingPointError(
+                f"{name} is not finite: the weights have diverged or are damaged"
+            )
     model = nnx.clone(model)
     if model.head is None:
         # A tied head gets its own weights; the table stays unchanged for look-ups.

@@ -45,6 +45,7 @@ def joined(
         coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
     )
     try:
+        _require_equal_devices()
         yield
     except (Exception, KeyboardInterrupt) as error:
         message = _last_words(error)
@@ -54,6 +55,14 @@ def joined(
         leave(message)
     finally:
         jax.distributed.shutdown()
+
+
+def _require_equal_devices() -> None:
+    """Raise ValueError if a process has more or fewer devices than the first."""
+    counts = devices_of_processes()
+    for index, count in enumerate(counts):
+        if count != counts[0]:
+            raise ValueError(f"process {index} has {count} devices, process 0 has {counts[0]}")
 
 
 def _last_words(error: BaseException) -> str:

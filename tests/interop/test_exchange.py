@@ -347,14 +347,12 @@ def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
 
 
 def test_a_context_of_millions_is_imported(qwen3, tmp_path):
-    """Calls of as many steps as usual would have more tokens than a config allows."""
     run = tmp_path / "run"
 
     worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
 
     _, _, config = load(run)
     assert config.model.block_size == 10_000_000
-    assert config.steps_per_call == 35
 
 
 def loss_of(model, text):

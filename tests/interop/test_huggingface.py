@@ -441,7 +441,7 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
     [
         *(
             (config_text(text), "config.json: ")
-            for text in ("", "[]", "{", "\x00", '{"model_type": "gpt2"}')
+            for text in ("", "{", "\x00", '{"model_type": "gpt2"}')
         ),
         (
             tensor("transformer.h.1.mlp.c_fc.bias", None),

@@ -133,7 +133,7 @@ def stopped(stopped_config, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("given", "lacking"), [({}, "model"), ({"model": Sums}, "optimizer")])
 def test_a_run_of_its_own_is_not_resumed_without_its_code(stopped, given, lacking):
-    message = rf"never loads by itself: give {lacking}=\S+test_own.py:"
+    message = rf"never loads by itself: give `{lacking}=\S+test_own.py:"
 
     with pytest.raises(ValueError, match=message):
         jgpt.fit(stopped, resume=True, **given)
@@ -144,7 +144,7 @@ def test_a_field_of_one_s_own_may_not_change_in_a_run(stopped):
     wider = dataclasses.replace(stopped.model, rank=4)
     config = dataclasses.replace(stopped, model=wider)
 
-    with pytest.raises(ValueError, match=r"model.rank is 3 in the run, 4 in the config"):
+    with pytest.raises(ValueError, match=r"`model.rank` is 3 in the run, 4 in the config"):
         jgpt.fit(config, resume=True, **OWN)
 
 

@@ -72,7 +72,6 @@ def test_a_run_of_an_own_tokenizer_is_trained_resumed_sampled_and_evaluated(fold
         ("sample", "r"),
         ("eval", "r"),
         ("look", "r", "--prompt", "e2e4"),
-        ("attention", "r", "--prompt", "e2e4"),
         ("shapes", "r", "--source", "--prompt", "e2e4"),
         ("train", "--out", "r", "--resume", "--steps", 5),
     ):
@@ -162,7 +161,7 @@ def test_an_object_is_a_tokenizer_and_a_stopped_run_ends_as_an_uninterrupted_one
     assert set(whole.sample) <= set("ab\n")
     loaded = load(whole.directory, tokenizer=Letters)
     assert loaded.tokenizer.decode([0, 1]) == "ab"
-    with pytest.raises(ValueError, match="a run never loads by itself: give tokenizer="):
+    with pytest.raises(ValueError, match="a run never loads by itself: give `tokenizer="):
         load(whole.directory)
     with pytest.raises(ValueError, match="has a vocab_size of 4, but that of the run has 3"):
         load(whole.directory, tokenizer=Letters(vocab_size=4))
@@ -193,7 +192,7 @@ def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(folder):
 
     assert set(run.sample) <= set("ab\n")
     assert run.metrics["loss"][0] != first.metrics["loss"][0]
-    with pytest.raises(ValueError, match="which a run never loads by itself: give tokenizer="):
+    with pytest.raises(ValueError, match="which a run never loads by itself: give `tokenizer="):
         jgpt.fit(config_in(folder, out="third"), initial=first.directory, progress=None)
 
 
@@ -204,7 +203,7 @@ def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(folder):
     first = jgpt.fit(config_in(folder), progress=None)
     second = config_in(folder, out=str(folder / "second"))
 
-    with pytest.raises(ValueError, match=r"has a tokenizer, which the run takes: leave out token"):
+    with pytest.raises(ValueError, match=r"has a tokenizer, which the run takes: leave out `token"):
         jgpt.fit(second, tokenizer=Letters(), initial=first.directory, progress=None)
 
     assert not (folder / "second").exists()
