@@ -571,9 +571,9 @@ def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem
         assert "not finite" in line
     with pytest.raises(FloatingPointError, match=where):
         with_int8_weights(model)
-    with pytest.raises(FloatingPointError, match=rf"loss of .*run is nan: {where}"):
+    with pytest.raises(FloatingPointError, match=r"loss of .*run is nan: it has diverged"):
         evaluate(out, which="last")
-    with pytest.raises(ValueError, match=r"checkpoint .*0 has values that are not finite"):
+    with pytest.raises(FloatingPointError, match="loss is nan at step 1 "):
         fit(config, resume=True, progress=None)
 
 

@@ -65,7 +65,9 @@ def shapes(
     shows_values = prompt is not None
     are_sizes_given = batch is not None or time is not None or decode or train
     refusals = {
-        "--batch, --time and --depth must be positive": min(batch or 1, time or 1, depth or 1) < 1,
+        "--batch, --time and --depth must be positive": any(
+            size is not None and size < 1 for size in (batch, time, depth)
+        ),
         "--decode and --train are two pictures: give one": decode and train,
         "--of selects functions of --source: give both": of is not None and not source,
         "--prompt shows values beside the lines of --source: give both": (
