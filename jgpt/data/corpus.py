@@ -35,8 +35,8 @@ CORPORA = {
 }
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 TABLES = {".csv": ",", ".tsv": "\t"}
-"""The suffixes of tables, with the character between their columns. A table is read if it is named;
-folders hold tables of numbers, too, and earlier versions skipped them."""
+"""The suffixes of tables, with the character between their columns. A table is read if it is named,
+and skipped in a folder: folders hold tables of numbers, too."""
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *RECORDS)
 CODE = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".m", ".mm",
