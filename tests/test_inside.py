@@ -1,5 +1,7 @@
 """What happens inside a call: watched, captured, edited, and drawn as a tree of shapes."""
 
+import functools
+import itertools
 import json
 import logging
 import re
@@ -115,14 +117,7 @@ def test_paths_within_transformations(changes, block):
         assert ("blocks.2.attention" in paths) == (block == "blocks.1")
 
 
-def test_a_cached_program_is_heard_and_decoding_is():
-    masked = jax.jit(jgpt.causal_mask, static_argnums=0)
-    masked(3)
-    first = heard(masked, 3)
-    second = heard(masked, 3)
-    assert len(first) == 1
-    assert len(second) == 1
-
+def test_decoding_is_heard():
     graph, weights = nnx.split(model_of())
     newest = TOKENS[:, :1]
 
@@ -132,6 +127,24 @@ def test_a_cached_program_is_heard_and_decoding_is():
 
     paths = paths_of(heard(jax.eval_shape, decode, weights, newest))
     assert "blocks.2.attention.attend_over_cache" in paths
+
+
+def test_calls_in_a_cached_program_are_not_watched_but_captured_edited_and_drawn():
+    masked = jax.jit(jgpt.causal_mask, static_argnums=0)
+    mask = masked(3)
+
+    def first_row(size: int) -> jax.Array:
+        return masked(size)[0]
+
+    assert heard(first_row, 3) == []
+    captured = jgpt.capture(first_row, "causal_mask")(3)
+    np.testing.assert_array_equal(captured["causal_mask"], mask)
+    edited = jgpt.edit(first_row, {"causal_mask": jnp.logical_not})
+    np.testing.assert_array_equal(edited(3), ~mask[0])
+    for _ in range(2):
+        drawn = jgpt.shape_trace(functools.partial(first_row, 3))
+        assert str(drawn).splitlines()[-1].split() == ["result", "bool[time=3", "time=3]"]
+    np.testing.assert_array_equal(first_row(3), mask[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"scan_layers": True}])
@@ -146,19 +159,11 @@ def test_a_watch_that_replaces_nothing_changes_no_program(changes):
 
         return jax.jit(forward).lower(weights, TOKENS).as_text()
 
-    def negate_logits(call):
-        if call.path == "logits":
-            return jnp.negative
-        return None
-
     alone = lowered()
     with jgpt.watching(lambda call: None):
         watched = lowered()
-    with jgpt.watching(negate_logits):
-        edited = lowered()
 
     assert watched == alone
-    assert edited != alone
 
 
 def zeroed(call: TypedCall):
@@ -167,77 +172,106 @@ def zeroed(call: TypedCall):
     return None
 
 
-def jitted(model):
-    graph, weights = nnx.split(model)
+class Rematerialised(nnx.Module):
+    """A block of one's own inside `jax.checkpoint`."""
 
-    @jax.jit
-    def forward(weights, tokens):
-        return nnx.merge(graph, weights)(tokens)
+    def __init__(self, block: nnx.Module) -> None:
+        self.block = block
 
-    return lambda: forward(weights, TOKENS)
-
-
-def nnx_jitted(model):
-    @nnx.jit
-    def forward(model, tokens):
-        return model(tokens)
-
-    return lambda: forward(model, TOKENS)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda x: self.block(x))(x)
 
 
-def mapped_in_jit(model):
-    """The typed calls see the tracers of `vmap` alone."""
-    graph, weights = nnx.split(model)
+def test_what_is_replaced_in_a_program_that_jax_would_cache_is_refused():
+    model = model_of()
+    refused = r"blocks\.0\.attention is called in a program that JAX caches"
 
-    def forward(weights, row):
+    for call in (
+        jax.jit(lambda tokens: model(tokens)),
+        lambda tokens: nnx.jit(calling)(model, tokens),
+    ):
+        expected = np.asarray(model(TOKENS))
+        with jgpt.watching(zeroed), pytest.raises(ValueError, match=refused):
+            call(TOKENS)
+        np.testing.assert_allclose(call(TOKENS), expected, rtol=1e-5, atol=1e-6)
+
+    block = Rematerialised(model.blocks[0])
+    x = model.embed(TOKENS)
+    edited = jgpt.edit(block, {"attention": jnp.zeros_like})
+    for call in (edited, jax.jit(lambda x: edited(x))):
+        with pytest.raises(ValueError, match="attention is called in a program"):
+            call(x)
+
+
+def calling(model, tokens):
+    return model(tokens)
+
+
+def mapped(model, tokens):
+    def of_row(row):
         batch = row[None]
-        return nnx.merge(graph, weights)(batch)[0]
+        return model(batch)[0]
 
-    mapped = jax.jit(jax.vmap(forward, (None, 0)))
-    return lambda: mapped(weights, TOKENS)
-
-
-def generating(model):
-    return lambda: jgpt.generate(model, TOKENS, 3, key=jax.random.key(0), temperature=0.0)
+    return jax.vmap(of_row)(tokens)
 
 
-@pytest.mark.parametrize(
-    "calling",
-    only([jitted, nnx_jitted, mapped_in_jit], [jitted, nnx_jitted, mapped_in_jit, generating]),
-)
-def test_what_is_replaced_in_a_compiled_program_ends_with_its_watch(calling):
-    """Whether the program is first compiled within the watch or before it."""
-    model = random_gpt("lecture", num_layers=1, vocab_size=17, block_size=8)
-    call = calling(model)
-
-    with jgpt.watching(zeroed):
-        edited = np.asarray(call())
-    expected = np.asarray(call())
-
-    assert np.abs(edited - expected).max() > 1e-3
-    with jgpt.watching(zeroed):
-        np.testing.assert_array_equal(call(), edited)
-    with jgpt.watching(lambda call: None):
-        np.testing.assert_array_equal(call(), expected)
-    np.testing.assert_array_equal(call(), expected)
+def mapped_in_jit(model, tokens):
+    """The typed calls see the tracers of `vmap` alone."""
+    return JITTED_MAP(model, tokens)
 
 
-def test_what_a_watcher_calls_is_its_own_program():
-    call = jitted(model_of())
-    expected = np.asarray(call())
-    inside = []
+def jitted(model, tokens):
+    return JITTED(model, tokens)
 
-    def watch(typed_call):
-        if not inside:
-            inside.append(np.asarray(call()))
-        return zeroed(typed_call)
 
-    with jgpt.watching(watch):
-        jgpt.causal_mask(3)
-        edited = np.asarray(call())
+def nnx_jitted(model, tokens):
+    return NNX_JITTED(model, tokens)
 
-    assert np.abs(edited - expected).max() > 1e-3
-    np.testing.assert_array_equal(inside[0], expected)
+
+def gradient(model, tokens):
+    """The logits, since those of the first row are the gradient of their product with a weight."""
+    graph, weights = nnx.split(model)
+
+    def weighted(weight):
+        return (nnx.merge(graph, weights)(tokens) * weight).sum()
+
+    return jax.jit(jax.grad(weighted))(jnp.ones((*tokens.shape, model.vocab_size)))
+
+
+JITTED = jax.jit(calling)
+JITTED_MAP = jax.jit(mapped)
+NNX_JITTED = nnx.jit(calling)
+
+
+@pytest.mark.parametrize("call", [calling, jitted, nnx_jitted, mapped, mapped_in_jit, gradient])
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "remat": True}])
+def test_edited_models_and_the_plain_one_are_programs_of_their_own(call, changes):
+    """Called in turn, each gives its own result, as the eager one of a loop over the blocks."""
+    model = model_of(**changes)
+    first = jgpt.edit(model, {"blocks.0.attention": jnp.zeros_like})
+    second = jgpt.edit(model, {"blocks.0.attention": lambda x: 3 * x, "logits": jnp.negative})
+    of_edited = jgpt.edit(first, {"logits": jnp.negative})
+    loop = nnx.merge(nnx.graphdef(model_of()), nnx.state(model))
+
+    def by_hand_of(change, sign):
+        x = loop.embed(TOKENS)
+        for index, block in enumerate(loop.blocks):
+            attended = block.attention(block.attention_norm(x))
+            x = x + (change(attended) if index == 0 else attended)
+            x = x + block.feed_forward(block.feed_forward_norm(x))
+        return sign * loop.logits(loop.final_norm(x))
+
+    expected = [
+        by_hand_of(lambda x: x, 1),
+        by_hand_of(jnp.zeros_like, 1),
+        by_hand_of(lambda x: 3 * x, -1),
+        by_hand_of(jnp.zeros_like, -1),
+    ]
+    for _ in range(2):
+        for one, result in zip([model, first, second, of_edited], expected, strict=True):
+            np.testing.assert_allclose(call(one, TOKENS), result, rtol=2e-5, atol=2e-6)
+    for one, other in itertools.combinations(expected, 2):
+        assert np.abs(one - other).max() > 1e-3
 
 
 def test_eager_calls_compile_nothing_anew_for_a_watch():
@@ -401,13 +435,13 @@ def test_further_calls_of_a_path_are_numbered():
     model = model_of()
     block = model.blocks[0]
 
-    found = jgpt.capture(model, "blocks.0.attention.split_heads", "")(TOKENS)
+    found = jgpt.capture(model, "blocks.0.attention.split_heads", "GPT")(TOKENS)
 
     assert list(found) == [
         "blocks.0.attention.split_heads",
         "blocks.0.attention.split_heads[1]",
         "blocks.0.attention.split_heads[2]",
-        "",  # the model itself
+        "GPT",  # the model itself
     ]
     x = block.attention_norm(model.embed(TOKENS))
     value = split_heads(block.attention.value(x), block.attention.num_heads)
@@ -442,7 +476,7 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "change"),
-    [("blocks.*.attention", lambda x: x.at[:, 2].set(-9.0)), ("", jnp.negative)],
+    [("blocks.*.attention", lambda x: x.at[:, 2].set(-9.0)), ("GPT", jnp.negative)],
 )
 def test_an_edited_model_is_sampled_as_it_predicts(path, change):
     """The whole context is computed for each token: positions are counted from its start."""

@@ -5,7 +5,6 @@ import functools
 import importlib
 import json
 import math
-import re
 import sys
 import threading
 from pathlib import Path
@@ -65,7 +64,9 @@ def sized_gpt(tokens: Array, sizes: Array) -> Array:
             embed_dim=embed_dim,
             block_size=block_size,
         )
-        return forward(config, tokens)
+        # Not by `abstract_model`, which looks for the config in a cache, by the hash of its sizes.
+        graph, weights = nnx.split(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
+        return nnx.merge(graph, zeros(weights))(tokens)
 
 
 def head(x: Array) -> Array:
@@ -129,10 +130,6 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "next_token": (
         lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
         "float32[b 65]",
-    ),
-    "next_token, any vocabulary": (
-        lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
-        "float32[b v]",
     ),
     "GPT of any vocabulary, width and block": (
         sized_gpt,
@@ -216,7 +213,7 @@ def test_random_weights_of_any_width_are_proven(initializer):
 
     proof = prove(doubled, "float32[b t e]")
 
-    assert str(proof) == "proven    all sizes"
+    assert str(proof).splitlines()[0] == "proven    all sizes"
 
 
 @pytest.mark.parametrize("name", only(lambda name: name not in SLOW, WHOLE))
@@ -577,16 +574,47 @@ def as_many_arrays_as_rows(x):
     return [jnp.ones(n) for n in range(x.shape[0])]
 
 
+@jgpt.typed
+def flattened(x: Float[Array, "batch time"]) -> Float[Array, "batch+time"]:
+    return x.reshape(-1)
+
+
+@jgpt.typed
+def longer(x: Float[Array, "time"]) -> Float[Array, "time"]:
+    return jnp.append(x, 0)
+
+
+def always_refused(x):
+    raise ValueError(f"{x.shape[0]} rows")
+
+
+def asserted(x):
+    assert x.shape[0] <= 8, f"{x.shape[0]} rows are more than 8"
+    return x
+
+
 def test_other_verdicts():
     of_result = only_case(prove(merged_wrongly, HEADS))
     of_argument = only_case(prove(jgpt.attention_weights, HEADS, "float32[b h k e]"))
     of_loop = only_case(prove(as_many_arrays_as_rows, "float32[b]"))
+    refused = prove(always_refused, "float32[b]")
+    of_assertion = prove(asserted, "float32[b]")
 
     assert of_result.verdict == "violated"
     assert of_result.where == ()
     assert "wrong argument `key`" in of_argument.detail
     assert of_loop.verdict == "open"
     assert "test_proofs.py:" in of_loop.detail
+    assert only_case(refused).verdict == "rejected"
+    assert not refused
+    assert of_assertion
+    assert [case.verdict for case in of_assertion.cases] == ["proven", "rejected"]
+
+
+def test_sizes_that_differ_are_told_from_sizes_that_can_t_be_shown_to_be_equal():
+    """b * t is b + t where both are 2; no t is t + 1."""
+    assert "can't be shown to equal" in only_case(prove(flattened, "float32[b t]")).detail
+    assert "does not equal" in only_case(prove(longer, "float32[t]")).detail
 
 
 @pytest.mark.parametrize(
@@ -690,7 +718,6 @@ def test_other_threads_get_jax_s_own_answers_meanwhile():
         lambda size: 1 if size**0.5 != 3 else 2,
         lambda size: 1 if -(size**-0.5) else 2,
         lambda size: round(size**0.5),
-        lambda size: math.isqrt(size + 1),
     ],
 )
 def test_what_a_power_of_a_size_decides_is_open(decided):
@@ -698,7 +725,7 @@ def test_what_a_power_of_a_size_decides_is_open(decided):
 
     case = only_case(proof)
     assert case.verdict == "open"
-    assert re.search(r"of a size decides|the square root of b \+ 1", case.detail)
+    assert "of a size decides" in case.detail
 
 
 def test_a_case_of_numbers_has_no_contradiction():
@@ -717,28 +744,6 @@ def test_a_case_of_numbers_has_no_contradiction():
         (first, "b >= 5", "b == 6"),
         (first, "b >= 5", "b >= 7"),
     }
-
-
-@jgpt.typed
-def wrong_from_9(x: Float[Array, "batch"]) -> Float[Array, "batch"]:
-    return x[:1] if math.isqrt(x.shape[0]) == 3 else x
-
-
-def added_roots(x: Array) -> Array:
-    root = jnp.ones(math.isqrt(x.shape[0]))
-    same_root = jnp.ones(math.isqrt(x.shape[0]))
-    return root + same_root
-
-
-def test_an_integer_square_root_is_any_size():
-    proof = prove(wrong_from_9, "float32[b]")
-    of_equal_roots = prove(added_roots, "float32[b]")
-
-    verdicts = {case.where: case.verdict for case in proof.cases}
-    assert verdicts.pop(("isqrt_b == 3",)) == "violated"
-    assert set(verdicts.values()) == {"proven"}
-    assert of_equal_roots
-    assert math.isqrt(10) == 3  # Python's own is there again
 
 
 @jgpt.typed

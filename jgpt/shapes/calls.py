@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ class TypedCall:
     path: str
     """The module's path in the outermost module, followed by the method or function, unless the
     call is the module's own: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The
-    path of the model itself is empty."""
+    path of the outermost module is empty, and so is that of another library's module."""
     function: Callable[..., Any]
     arguments: dict[str, Any]
     """The arguments by name, with `self` and defaults."""
@@ -29,6 +28,13 @@ class TypedCall:
     """The annotations by name; that of the result is `return`."""
     kept: list[Any] = dataclasses.field(repr=False)
     """The list that `watching` returned, or within a block the list of that block."""
+
+    @property
+    def name(self) -> str:
+        """The path, or the class of a module whose path is empty: `GPT`."""
+        if self.path or "self" not in self.arguments:
+            return self.path or self.function.__name__
+        return type(self.arguments["self"]).__name__
 
     def keep(self, value: Any) -> None:
         """Append `value`, an array or a number, to the list that `watching` returned.
@@ -50,6 +56,10 @@ class _Watcher:
 
     watch: Watch
     kept: list[Any]
+    trace: Any
+    """JAX's trace in which the watching began."""
+    program: Any
+    """The program whose trace that is part of, or None where JAX computes at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,25 +71,8 @@ class _Place:
     """Path and module by the module's id. The module is stored so that no other can get its id."""
 
 
-@dataclasses.dataclass(eq=False)
-class _ProgramKey:
-    """A part of the key of JAX's compiled programs while a watcher is active."""
-
-    is_used: bool = False
-    """Whether a program traced in this time may contain results that a watcher replaced."""
-
-
 _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("watchers", default=())
 _PLACE: ContextVar[_Place] = ContextVar("place", default=_Place("", {}))  # noqa: B039  never changed
-_INNERMOST: ContextVar[tuple[_ProgramKey, Any] | None] = ContextVar("innermost", default=None)
-"""The key of the innermost watcher, and JAX's trace when it began."""
-_UNUSED_KEYS: list[_ProgramKey] = []
-"""Keys for which no program contains a typed call.
-
-A new key for each `watching` would compile JAX's own operations each time, which takes seconds for
-an eager model.
-"""
-_CONTEXT_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -101,33 +94,19 @@ def watching(watch: Watch) -> Iterator[list[Any]]:
 
     It may return a function of the result. The value of that function replaces the result, and is
     checked like any other. Among nested watchers, the outer one is called first, and the inner one
-    receives the result first. A program that `jit` compiled before is traced again within each
-    `watching`, so `watch` is called once for each of its calls. A replacement ends with the block.
-    A scan over the blocks and rematerialisation trace one block, whose path is `blocks.*`. The list
-    that the context returns has the values that `watch` keeps by `TypedCall.keep`. Raises
-    ValueError if checks are switched off.
+    receives the result first. Inside `jit`, a call is watched when it is traced: a program that
+    JAX has cached is not watched. A scan over the blocks and rematerialisation trace one block,
+    whose path is `blocks.*`. The list that the context returns has the values that `watch` keeps by
+    `TypedCall.keep`. Raises ValueError if checks are switched off, and for a replacement in a
+    program that is begun within the block, which JAX would cache; `jgpt.edit` has no such limit.
     """
     if config.jaxtyping_disable or not __debug__:
         raise ValueError("watching needs the shape checks, which are switched off")
     from jax.extend.core import get_opaque_trace_state
 
-    # Popping is atomic, so two threads never share a key, nor each other's programs.
-    try:
-        key = _UNUSED_KEYS.pop()
-    except IndexError:
-        key = _ProgramKey()
-    watcher = _Watcher(watch, [])
-    try:
-        with (
-            program_context()(key),
-            set_context(_INNERMOST, (key, get_opaque_trace_state())),
-            set_context(_WATCHERS, (*_WATCHERS.get(), watcher)),
-        ):
-            yield watcher.kept
-    finally:
-        # The programs of a used key contain replaced results and must not be found again.
-        if not key.is_used:
-            _UNUSED_KEYS.append(key)
+    watcher = _Watcher(watch, [], get_opaque_trace_state(), _current_program())
+    with set_context(_WATCHERS, (*_WATCHERS.get(), watcher)):
+        yield watcher.kept
 
 
 def is_watched() -> bool:
@@ -164,7 +143,6 @@ def call_watched(
     # The path of a module's own call is that of the module.
     if function.__name__ != "__call__":
         path = f"{path}.{function.__name__}".removeprefix(".")
-    _note_program()
     # otherwise a watcher that calls typed functions would watch itself without end
     replacements = []
     with _unwatched():
@@ -177,60 +155,57 @@ def call_watched(
         result = function(*bound.args, **bound.kwargs)
 
     with _unwatched():
-        for replace in reversed(replacements):  # the inner watcher receives the result first
-            if replace is not None:
-                result = replace(result)
+        # The inner watcher receives the result first.
+        for watcher, replace in reversed(list(zip(watchers, replacements, strict=True))):
+            if replace is None:
+                continue
+            replaced = replace(result)
+            if replaced is not result and _is_in_program_within(watcher):
+                raise ValueError(
+                    f"{path or function.__name__} is called in a program that JAX caches (of jit, "
+                    f"scan or checkpoint), where its result can't be replaced"
+                )
+            result = replaced
     return result
 
 
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Disable watchers in the block, and keep its programs apart from those of a watcher."""
-    with (
-        program_context()(None),  # the key of programs that nobody watched
-        set_context(_INNERMOST, None),
-        set_context(_WATCHERS, ()),
-    ):
-        yield
+def _unwatched() -> contextlib.AbstractContextManager[None]:
+    """Disable watchers in the block."""
+    return set_context(_WATCHERS, ())
 
 
-# --- compiled programs ---------------------------------------------------------------------------
+def _is_in_program_within(watcher: _Watcher) -> bool:
+    """Return whether a program is being made that was begun after the watching.
 
-
-def program_context() -> Any:
-    """Return JAX's context that is a part of the key of compiled programs.
-
-    It is made at the first typed call; programs from before are compiled again.
+    JAX caches it, and would run it with its replacements when nobody watches any more.
     """
-    # With `functools.cache` alone, two threads could make two contexts and lose one of them.
-    with _CONTEXT_LOCK:
-        return _make_program_context()
-
-
-@functools.cache
-def _make_program_context() -> Any:
-    import jax
-
-    return jax.make_user_context(None)
-
-
-def _note_program() -> None:
-    """Note for the innermost watcher whether a typed call is in a program that JAX may cache."""
     from jax.extend import core
 
-    innermost = _INNERMOST.get()
-    assert innermost is not None
-    key, trace_outside = innermost
-    if key.is_used:
-        return
-    # In the trace in which the watching began, no program has been begun within it.
-    if core.get_opaque_trace_state() == trace_outside:
-        return
-    # Another trace may be that of an eager vmap or gradient, which caches nothing.
-    key.is_used = core.unsafe_am_i_under_a_jit_DO_NOT_USE()  # pyright: ignore[reportPrivateImportUsage]
+    if core.get_opaque_trace_state() == watcher.trace:
+        return False
+    if not core.unsafe_am_i_under_a_jit_DO_NOT_USE():  # pyright: ignore[reportPrivateImportUsage]
+        return False
+    return _current_program() is not watcher.program
+
+
+def _current_program() -> Any:
+    """Return the trace of the program that is being made, or None.
+
+    Within `vmap` and `grad` it is that of the program around them, since they make none.
+    """
+    import jax.numpy as jnp
+
+    # A constant is traced by a program alone. Tracers have no public link to their trace.
+    return getattr(jnp.zeros(()) + 0, "_trace", None)
 
 
 # --- paths ---------------------------------------------------------------------------------------
+
+
+def is_nnx(value: Any, kind: str) -> bool:
+    """Return whether a value is a Module or a Variable of Flax NNX. It isn't imported for this."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, getattr(nnx, kind))
 
 
 def place(path: str) -> contextlib.AbstractContextManager[None]:
@@ -245,11 +220,12 @@ def called_in(module: Any) -> contextlib.AbstractContextManager[None]:
 
 def module_path_of(module: Any) -> _Place:
     """Return the path of a module (for a function: of its caller), and all known modules."""
+    current = _PLACE.get()
+    if not is_nnx(module, "Module"):
+        return current
+
     from flax import nnx
 
-    current = _PLACE.get()
-    if not isinstance(module, nnx.Module):
-        return current
     modules = current.modules
     if id(module) not in modules:
         # The outermost module, or a copy that a transformation made, whose parts are new.

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import TypeCheckError, config
 
-from jgpt.shapes.calls import call_watched, is_watched, program_context
+from jgpt.shapes.calls import call_watched, is_watched
 from jgpt.shapes.describe import describe_annotation, describe_value, is_array
 from jgpt.shapes.matching import Match, Scope, known_sizes, matcher
 
@@ -79,8 +79,6 @@ class _Contract:
     """The annotations of a function, each read once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # Programs that were compiled outside this context would be compiled again inside it.
-        program_context()
         self._function = function
         self._subject = f"{function.__module__}.{function.__qualname__}()"
         self._signature = inspect.signature(function)

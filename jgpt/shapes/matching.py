@@ -35,6 +35,10 @@ SIZE_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod}
 """Functions that appear in JAX's text of a symbolic size and that Python lacks."""
 
 
+class AnyFloat:
+    """Base of what stands for a float of any value during a proof."""
+
+
 class Scope(NamedTuple):
     """What annotations of one typed call may name."""
 
@@ -210,12 +214,14 @@ def _other(hint: Any, value: Any, scope: Scope) -> str:
 
 
 def _with_numbers(value: Any) -> Any:
-    """Replace each symbolic size in a value by an integer, since beartype rejects symbols."""
+    """Replace what stands for a number in a proof by a number, since beartype rejects it."""
     if type(value) is tuple:  # not a subclass, whose constructor may differ
         return tuple(map(_with_numbers, value))
     # Most values are one of these, and the data code needs the contract without loading JAX.
     if value is None or isinstance(value, (int, float, str)):
         return value
+    if isinstance(value, AnyFloat):
+        return 1.0
 
     import jax
 
@@ -353,7 +359,8 @@ class _Dimensions:
             if expected == size:
                 return ""
             return (
-                f"the dimension size {size} does not equal {expected} as expected by the type hint"
+                f"the dimension size {size} {_does_not_equal(size, expected)} {expected} as "
+                "expected by the type hint"
             )
         try:
             value = expected.value(scope)
@@ -362,20 +369,37 @@ class _Dimensions:
         if value == size:
             return ""
         return (
-            f"the dimension size {size} does not equal the existing value of "
+            f"the dimension size {size} {_does_not_equal(size, value)} the existing value of "
             f"{self.words[index]}={value}"
         )
 
 
 def _other_size(name: str, size: Any, known: Any) -> str:
+    differs = _does_not_equal(size, known)
     if name.startswith("*"):
         return (
-            f"the shape of its variadic dimensions '{name}' is {size}, which does not equal the "
+            f"the shape of its variadic dimensions '{name}' is {size}, which {differs} the "
             f"existing value of {known}"
         )
-    return (
-        f"the size of dimension {name} is {size} which does not equal the existing value of {known}"
-    )
+    return f"the size of dimension {name} is {size} which {differs} the existing value of {known}"
+
+
+def _does_not_equal(size: Any, other: Any) -> str:
+    """Return these words, or weaker ones for symbolic sizes that may be equal for some numbers."""
+    import jax
+
+    pairs = [(size, other)]
+    if isinstance(size, tuple) and len(size) == len(other):
+        pairs = list(zip(size, other, strict=True))
+    may_be_equal = True
+    for one, another in pairs:
+        if one == another:
+            continue
+        is_symbolic = jax.export.is_symbolic_dim(one) or jax.export.is_symbolic_dim(another)
+        # The symbols of `t + 1` and `t` cancel.
+        if not is_symbolic or not jax.export.is_symbolic_dim(one - another):
+            may_be_equal = False
+    return "can't be shown to equal" if may_be_equal else "does not equal"
 
 
 def _size(word: str) -> Any:

@@ -18,15 +18,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import TypeCheckError
 
-from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.calls import TypedCall, is_nnx, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import describe_value
 from jgpt.shapes.expressions import name_sizes
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
-from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls
+from jgpt.shapes.trace import Shape, ShapeTrace, shapes_of, trace_calls, tracing_anew
 from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
 
 MOST_LEAVES = 4
@@ -435,7 +434,8 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
                 tree.arguments[name] = list(_shapes(None, argument))
         trees.append(tree)
 
-    jax.eval_shape(trace, *arguments)
+    with tracing_anew():
+        jax.eval_shape(trace, *arguments)
     return trees[0]
 
 
@@ -908,7 +908,8 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
                 with jax.disable_jit():
                     traced(*arguments)
             else:
-                jax.eval_shape(traced, *arguments)
+                with tracing_anew():
+                    jax.eval_shape(traced, *arguments)
         # The source of a call that fails is shown with its error, so nothing is raised.
         except Exception as error:
             recording.fail(error)
@@ -916,7 +917,7 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
 
 def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:
     """Return the statistics of each array in a value, or of all of them if they have one shape."""
-    if isinstance(value, nnx.Variable):
+    if is_nnx(value, "Variable"):
         value = value[...]
     arrays = _arrays_among(jax.tree.leaves(value))
     if len(arrays) == count:
@@ -930,7 +931,7 @@ def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
         shapes = shapes_of(annotation, value)
         if shapes:
             return tuple(shapes)
-    if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct, nnx.Variable)):
+    if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct)) or is_nnx(value, "Variable"):
         return (_shape(value),)
     if dataclasses.is_dataclass(value):
         shapes = shapes_of(type(value), value)

@@ -1,5 +1,6 @@
 """The tree of the typed calls in a call, with the shapes of their arguments and results."""
 
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -10,14 +11,15 @@ from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.experimental.xla_metadata import set_xla_metadata
 
-from jgpt.shapes.calls import TypedCall, watching
+from jgpt.shapes.calls import TypedCall, is_nnx, watching
 from jgpt.shapes.contract import typed
 from jgpt.shapes.describe import by_dimension, is_array
 
 NAME = r"[\w*/+()-]+(?==)"
 """The name of a dimension in a printed shape; it may be an expression such as `2*embed_dim`."""
+_TRACES = itertools.count()
 COLOURS = ("#008b8b", "#b0489c", "#3b8c3b", "#a87400", "#3a73c9")
 """Colours that are legible on black and on white."""
 
@@ -190,8 +192,15 @@ def shape_trace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Shap
         tree = trace_calls(function, ignore, *args, **kwargs)
         trees.append(tree)
 
-    jax.eval_shape(trace, *args, **kwargs)
+    with tracing_anew():
+        jax.eval_shape(trace, *args, **kwargs)
     return trees[0]
+
+
+def tracing_anew() -> contextlib.AbstractContextManager[Any]:
+    """Trace each program in the block anew, since the calls in a cached one are not heard."""
+    # A part of the key of JAX's programs. Nothing is compiled here that it would be attached to.
+    return set_xla_metadata(shape_trace=str(next(_TRACES)))
 
 
 def trace_calls(
@@ -213,11 +222,11 @@ def trace_calls(
         name = call.function.__name__
         is_module = name == "__call__"
         if is_module:
-            name = call.path or type(owner).__name__
+            name = call.name
         arguments = _shapes_of_arguments(call)
         traced = ShapeTrace(call.path, name, arguments)
         stack.append(traced)
-        is_in_module = in_module[-1] or isinstance(owner, nnx.Module)
+        is_in_module = in_module[-1] or is_nnx(owner, "Module")
         in_module.append(is_in_module)
 
         def leave(result: Any) -> Any:
