@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jgpt.config import DEFAULT_TEMPERATURE
+from jgpt.nn.precision import wider_dtype
 from jgpt.shapes.contract import record, typed
 
 PRNGKey = Key[Array, ""] | UInt32[Array, "words"]
@@ -63,7 +64,7 @@ def next_token(
     `top_p` and temperature 0 prefer those of the lowest index.
     """
     # bfloat16 has too few digits for probabilities; float64 stays float64.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(wider_dtype(logits.dtype))
     draw = functools.partial(_sample, key=key, sampling=sampling)
     # below the smallest normal number, division overflows
     is_warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny

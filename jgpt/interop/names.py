@@ -14,6 +14,7 @@ from jgpt.config import ModelConfig
 from jgpt.data.tokenizers import BPETokenizer, Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
+from jgpt.nn.precision import wider_dtype
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
@@ -101,7 +102,7 @@ def write_tensors(model: GPT, format: Format) -> Tensors:
     has."""
     config = model.config
     parameters = named_parameters(model)
-    dtype = jnp.promote_types(config.param_dtype, jnp.float32)
+    dtype = wider_dtype(config.param_dtype)
     tensors = {}
     for name, stored in _layout(config, format).items():
         arrays = []

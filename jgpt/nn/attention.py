@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from jgpt.nn.layers import apply_dropout
+from jgpt.nn.precision import wider_dtype
 from jgpt.shapes.contract import check, typed
 
 
@@ -42,9 +43,9 @@ def positions_in_documents(documents: Int[Array, "batch time"]) -> Int[Array, "b
     """Return each position's distance from the beginning of its document."""
     position = jnp.arange(documents.shape[1])  # time
     before = jnp.roll(documents, 1, axis=1)  # of the first position, the last one's
-    begins = (documents != before) | (position == 0)  # batch time
+    begins = (documents != before) | (position == 0)[None]  # batch time
     first = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
-    return position - first
+    return position[None] - first
 
 
 @typed
@@ -64,7 +65,7 @@ def attention_weights(
 
     Raises ValueError for a mask with other leading axes.
     """
-    at_least_float32 = jnp.promote_types(query.dtype, jnp.float32)
+    at_least_float32 = wider_dtype(query.dtype)
     # Accumulated in float32 and never rounded to 16 bits: scores whose difference bfloat16 can't
     # represent must still give different weights.
     scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=at_least_float32)
@@ -134,7 +135,9 @@ def apply_rotary(
     # last.
     frequency = base ** -(jnp.arange(half) / half)  # head_dim/2
     # Computed in float32 and rounded afterwards: bfloat16 has no odd positions above 256.
-    angle = position[..., None] * frequency  # time head_dim/2
+    angle = position.astype(frequency.dtype)[:, None] * frequency[None]  # time head_dim/2
+    # the same for all heads
+    angle = jax.lax.broadcast_to_rank(angle, x.ndim)
     cosine = jnp.cos(angle).astype(x.dtype)
     sine = jnp.sin(angle).astype(x.dtype)
     # A pair of features is a point in the plane, rotated by its angle. The product of a query and a

@@ -51,7 +51,7 @@ class LayerCache(Module):
     ) -> Int[Array, "{self.batch} time"]:
         """Return the positions of the next tokens in their sequences; negative for left padding."""
         first = self.length[...][:, None]  # batch 1
-        return first + jnp.arange(new.shape[1])
+        return first + jnp.arange(new.shape[1])[None]
 
     @typed
     def append(
@@ -112,19 +112,19 @@ class LayerCache(Module):
         newest = self.end[...] - 1
         # Slots count all positions ever appended, and indices those of the buffer. The key at an
         # index is the newest one whose slot has that remainder.
-        age = (newest - jnp.arange(capacity)) % capacity  # capacity: 0 for the newest key
-        slot = newest - age  # capacity
+        age = (newest - jnp.arange(capacity)[None]) % capacity  # 1 capacity: 0 for the newest key
+        slot = newest - age  # 1 capacity
         first_query = newest + 1 - time
         query = first_query + jnp.arange(time)[:, None]  # time 1
         is_past = slot <= query  # time capacity
         # Left padding and unwritten slots lie before a sequence's first slot.
         last_before = newest - self.length[...][:, None, None]  # batch 1 1
-        has_begun = slot > last_before  # batch 1 capacity
-        mask = is_past & has_begun  # batch time capacity
+        has_begun = slot[None] > last_before  # batch 1 capacity
+        mask = is_past[None] & has_begun  # batch time capacity
         if window is None:
             return mask
         in_window = slot > query - window  # time capacity
-        return mask & in_window
+        return mask & in_window[None]
 
 
 class KVCache(Module):

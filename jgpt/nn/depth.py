@@ -4,12 +4,12 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.nn.cache import KVCache
+from jgpt.nn.precision import wider_dtype
 from jgpt.parallel.gather import remat
 from jgpt.parallel.rules import shard_by_name, stacked
 from jgpt.shapes.calls import keep_all, keeping_apart, place
@@ -83,7 +83,7 @@ def _scanned(
     blocks that differ in more than their weights.
     """
     # In the dtype that blocks return, since a scan's carry must keep its type.
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(wider_dtype(x.dtype))
     embedded = x
     graph = nnx.graphdef(blocks[0])
     # A graph has everything except arrays; one block's code then runs with each block's weights.

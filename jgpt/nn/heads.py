@@ -243,7 +243,7 @@ class MultiHeadAttention(_Attention):
                 query,
                 kernels.repeat_heads(key, self.num_heads),
                 kernels.repeat_heads(value, self.num_heads),
-                mask if causal is None else mask & causal,
+                mask if causal is None else mask & jax.lax.broadcast_to_rank(causal, mask.ndim),
                 scale=self.scale,
                 dropout=self.dropout,
                 dropout_key=weights_key,

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
-from jgpt.nn.layers import Linear
+from jgpt.nn.layers import Linear, along_features
 from jgpt.nn.models import LanguageModel, named_parameters
 from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
@@ -50,11 +50,12 @@ class Int8Linear(Module):
             preferred_element_type=jnp.int32,
         )
         # Each row and each column has a scale, which are factored out of the sum over features.
-        y = product[: scale.shape[0]] * scale[:, None] * self.scale[...]  # rows out_features
+        product = product[: scale.shape[0]].astype(scale.dtype)
+        y = product * scale[:, None] * self.scale[...][None]  # rows out_features
         y = y.reshape(*x.shape[:-1], self.out_features)
         if self.bias is None:
             return y
-        return y + self.bias[...].astype(y.dtype)
+        return y + along_features(self.bias[...], y)
 
 
 @typed

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jgpt.config import ModelConfig
 from jgpt.nn.module import Module, require_in_vocabulary
-from jgpt.nn.precision import at_least_float32, portable, supported_dtype
+from jgpt.nn.precision import at_least_float32, portable, supported_dtype, wider_dtype
 from jgpt.nn.products import project, project_to_vocabulary
 from jgpt.parallel.gather import gather_parameter
 from jgpt.parallel.rules import Dimension, Dimensions, parameter
@@ -69,8 +69,16 @@ class Linear(Module):
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
         if self.bias is None:
             return y
-        # a float32 bias would widen 16-bit activations
-        return y + self.bias[...].astype(y.dtype)
+        return y + along_features(self.bias[...], y)
+
+
+@typed
+def along_features(
+    vector: Float[Array, "features"], y: Float[Array, "*rows features"]
+) -> Float[Array, "..."]:
+    """Return a bias or a scale with the rank and the dtype of features that it is applied to."""
+    # Not by NumPy's rules: a float32 bias would widen 16-bit activations.
+    return jax.lax.broadcast_to_rank(vector, y.ndim).astype(y.dtype)
 
 
 @typed
@@ -126,7 +134,7 @@ def look_up(
 def rms_norm(x: Float[Array, "*rows features"], epsilon: float) -> Float[Array, "*rows features"]:
     """Divide the last axis by its root mean square, in at least float32."""
     # Widened first, since squares of large features overflow float16.
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(wider_dtype(x.dtype))
     mean_square = jnp.square(x).mean(axis=-1, keepdims=True)  # *rows 1
     # Epsilon is under the root, as in PyTorch: features that are all zero stay zero.
     return x * jax.lax.rsqrt(mean_square + epsilon)
@@ -156,7 +164,7 @@ class RMSNorm(Module):
         y = rms_norm(x, self.epsilon)
         if self.scale is None:
             return y
-        return y * self.scale[...].astype(y.dtype)
+        return y * along_features(self.scale[...], y)
 
 
 class LayerNorm(RMSNorm):
@@ -179,14 +187,14 @@ class LayerNorm(RMSNorm):
         self, x: Float[Array, "*rows {self.embed_dim}"]
     ) -> Float[Array, "*rows {self.embed_dim}"]:
         """Normalise the last axis."""
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(wider_dtype(x.dtype))
         # Two passes. The mean of squares minus the squared mean takes one pass, but loses digits if
         # the mean is large relative to the spread.
         centred = x - x.mean(axis=-1, keepdims=True)  # *rows embed_dim
         y = super().__call__(centred)  # the variance of values with mean 0 is their mean square
         if self.bias is None:
             return y
-        return y + self.bias[...].astype(y.dtype)
+        return y + along_features(self.bias[...], y)
 
 
 @typed

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jgpt.nn.module import require_in_vocabulary
-from jgpt.nn.precision import at_least_float32
+from jgpt.nn.precision import at_least_float32, wider_dtype
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import shards_of
 from jgpt.shapes.contract import typed
@@ -45,7 +45,7 @@ def _losses_of_known_targets(
     """Return the `token_losses` of a dataset's targets, which are in the vocabulary, so none is
     masked."""
     require_in_vocabulary(targets, logits.shape[-1], "target")
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(wider_dtype(logits.dtype))
     chosen = _target_logits(logits, targets)  # *rows
     # This is -log softmax(logits)[target], without an array of all other log probabilities.
     return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -1,6 +1,7 @@
 """Compute dtypes, activation dtypes and attention kernels by platform."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     activation_dtype = config.activation_dtype
     if activation_dtype == "auto":
         narrowest = jnp.float32 if platform.name == "cpu" else dtype
-        activation_dtype = jnp.promote_types(dtype, narrowest).name
+        activation_dtype = wider_dtype(dtype, narrowest).name
     kernel = config.attention_kernel
     if kernel == "auto":
         kernel = "xla"
@@ -64,10 +65,17 @@ def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:
     return head_dim <= largest and head_dim % 8 == 0
 
 
+def wider_dtype(dtype: DTypeLike, other: DTypeLike = jnp.float32) -> Any:
+    """Return the narrowest dtype that holds the numbers of both."""
+    # Whoever has switched on strict promotion still gets a wider dtype, which is asked for here.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)
+
+
 @typed
 def at_least_float32(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Cast an array to float32 unless it is wider; sums and averages use this dtype."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wider_dtype(x.dtype))
 
 
 def supported_dtype(dtype: DTypeLike) -> DTypeLike:

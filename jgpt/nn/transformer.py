@@ -30,7 +30,7 @@ from jgpt.nn.layers import (
 )
 from jgpt.nn.module import Module, describe_model
 from jgpt.nn.ngrams import NGramEmbedding
-from jgpt.nn.precision import portable
+from jgpt.nn.precision import portable, wider_dtype
 from jgpt.nn.products import project_to_tied_vocabulary
 from jgpt.parallel.gather import gather_once, gather_parameter
 from jgpt.shapes.contract import check, typed
@@ -265,7 +265,8 @@ class GPT(Module):
                 position = jnp.maximum(cache.layers[0].positions(tokens), 0)  # batch time
             elif documents is not None:
                 position = positions_in_documents(documents)  # batch time
-            x = x + self.position_embedding(position)
+            positions = self.position_embedding(position)  # time embed_dim, or batch time embed_dim
+            x = x + jax.lax.broadcast_to_rank(positions, x.ndim)
         if self.ngram_embedding is not None:
             # All features of a position at once: the table can memorise the training text, so in
             # training some positions have to do without it.
@@ -280,7 +281,7 @@ class GPT(Module):
             x = x + keep * ngrams
         # The residual stream is at least float32: it is a sum over all blocks, and 16 bits lose a
         # small addition to a large number.
-        x = x.astype(jnp.promote_types(self.dtype, jnp.float32))
+        x = x.astype(wider_dtype(self.dtype))
         rate = self.config.dropout
         return apply_dropout(x, rate, self.next_dropout_key(rngs, rate))
 

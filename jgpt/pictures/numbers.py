@@ -22,6 +22,7 @@ from jgpt.pictures.anatomy import (
     is_real,
     record_calls,
 )
+from jgpt.nn.precision import wider_dtype
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
@@ -170,10 +171,10 @@ class Look:
         """Record the calls of a forward pass with the changes in the inputs."""
 
         def scale(factor: Any, x: Any) -> Any:
-            return (x * factor).astype(x.dtype)
+            return (x * jax.lax.broadcast_to_rank(factor, x.ndim)).astype(x.dtype)
 
         def replace(is_replaced: Any, stream: Any, x: Any) -> Any:
-            return jnp.where(is_replaced[:, None], stream.astype(x.dtype), x)
+            return jnp.where(is_replaced[None, :, None], stream[None].astype(x.dtype), x)
 
         anatomy = self.anatomy
         edits: dict[str, Callable[[Any], Any]] = {}
@@ -222,7 +223,7 @@ class Look:
 
         The first axis of the logits is the depth at which the stream is read.
         """
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = logits.astype(wider_dtype(logits.dtype))
         log_probabilities = jax.nn.log_softmax(logits)  # depth time vocab
         # The last position predicts a token that the text doesn't have.
         predicting = log_probabilities[:, :-1]

@@ -17,7 +17,7 @@ from jgpt.config import ModelConfig
 from jgpt.data.batch import Batch
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import GatheredHead, LanguageModel
-from jgpt.nn.precision import portable
+from jgpt.nn.precision import portable, wider_dtype
 from jgpt.shapes.contract import record, typed
 
 
@@ -97,5 +97,5 @@ def _max_rows(model: LanguageModel, rows: int) -> int:
 
 def loss_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the dtype of losses: the widest of the dtypes of parameters, logits and loss."""
-    widest = jnp.promote_types(portable(config).dtype, config.param_dtype)
-    return jnp.promote_types(widest, jnp.float32)
+    widest = wider_dtype(portable(config).dtype, config.param_dtype)
+    return wider_dtype(widest)

@@ -319,7 +319,9 @@ def _in_float32(
     ) -> tuple[Updates, Any]:
         wide_updates = jax.tree.map(at_least_float32, updates)
         wide_params = jax.tree.map(at_least_float32, params)  # None stays None
-        return with_extra.update(wide_updates, state, wide_params, **extra)
+        # Optax raises a decay rate, a float, to the power of the step, an integer.
+        with jax.numpy_dtype_promotion("standard"):
+            return with_extra.update(wide_updates, state, wide_params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -448,7 +450,8 @@ def average_weights(
         step = state.step + 1
         # The weight of the newest value in a mean of `step` values: 1 at first, then towards 1 -
         # decay.
-        rate = (1 - decay) / (1 - decay**step)
+        with jax.numpy_dtype_promotion("standard"):  # a float to the power of an integer
+            rate = (1 - decay) / (1 - decay**step)
 
         def move_average(trained_leaf, average_leaf):
             return (rate * (trained_leaf - average_leaf)).astype(average_leaf.dtype)
