@@ -146,15 +146,17 @@ def fused_attend(
     keys_before_and_after = None
     if causal and window is not None:
         keys_before_and_after = (window - 1, 0)  # JAX's windows exclude the query's own position
-    heads = jax.nn.dot_product_attention(
-        time_before_heads(query),
-        time_before_heads(key),
-        time_before_heads(value),
-        scale=scale,
-        is_causal=causal,
-        local_window_size=keys_before_and_after,
-        implementation=implementation,
-    )
+    # JAX's function computes its softmax in float32, and relies on promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        heads = jax.nn.dot_product_attention(
+            time_before_heads(query),
+            time_before_heads(key),
+            time_before_heads(value),
+            scale=scale,
+            is_causal=causal,
+            local_window_size=keys_before_and_after,
+            implementation=implementation,
+        )
     return heads.swapaxes(1, 2)
 
 

@@ -137,6 +137,7 @@ def cross_entropy_from(
             x, targets, is_counted = chunk  # batch chunk embed_dim; batch chunk; batch chunk
             loss_and_gradients = jax.value_and_grad(chunk_loss, argnums=(0, 1))
             loss, (x_gradient, gradients) = loss_and_gradients(x, weights, targets, is_counted)
+            gradients = jax.tree.map(at_least_float32, gradients)
             return jax.tree.map(jnp.add, weight_gradients, gradients), (loss, x_gradient)
 
         # In float32 even for 16-bit weights, since small gradients would vanish in a large sum.

@@ -120,8 +120,10 @@ class Block(Module):
         masked = {}
         if mask is not None:  # a user's own attention need not have this argument
             masked["mask"] = mask
-        x = x + self.attention(self.attention_norm(x), cache=cache, rngs=rngs, **masked)
-        return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
+        attended = self.attention(self.attention_norm(x), cache=cache, rngs=rngs, **masked)
+        x = x + attended.astype(x.dtype)  # the stream may be wider than products
+        transformed = self.feed_forward(self.feed_forward_norm(x), rngs=rngs)
+        return x + transformed.astype(x.dtype)
 
 
 class GPT(Module):

@@ -446,18 +446,17 @@ def average_weights(
         updates, optimizer_state = with_extra.update(
             updates, state.optimizer, state.trained, **extra
         )
-        trained = optax.apply_updates(state.trained, updates)
         step = state.step + 1
         # The weight of the newest value in a mean of `step` values: 1 at first, then towards 1 -
         # decay.
-        with jax.numpy_dtype_promotion("standard"):  # a float to the power of an integer
+        # Weights may be narrower than updates, and the rate is a float to the power of an integer.
+        with jax.numpy_dtype_promotion("standard"):
+            trained = optax.apply_updates(state.trained, updates)
             rate = (1 - decay) / (1 - decay**step)
-
-        def move_average(trained_leaf, average_leaf):
-            return (rate * (trained_leaf - average_leaf)).astype(average_leaf.dtype)
-
-        # Checkpoints and evaluations use the average as the weights.
-        average_updates = jax.tree.map(move_average, trained, params)
+            # Checkpoints and evaluations use the average as the weights.
+            average_updates = jax.tree.map(
+                lambda new, average: (rate * (new - average)).astype(average.dtype), trained, params
+            )
         return average_updates, AverageState(trained, optimizer_state, step)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -139,7 +139,11 @@ def _accumulate(
         weight, measured = _measure(setup, weights, arrays, part_batch, part_key)
         if weight is not None:
             measured = jax.tree.map(lambda leaf: weight * leaf, measured)
-        return jax.tree.map(jnp.add, total, (weight, measured)), None
+
+        def add_leaf(sum_so_far, leaf):
+            return sum_so_far + leaf.astype(sum_so_far.dtype)
+
+        return jax.tree.map(add_leaf, total, (weight, measured)), None
 
     start = _zero_sums(setup, weights, arrays, parts, keys)
     (weight, total), _ = jax.lax.scan(add, start, (parts, keys))
@@ -227,7 +231,9 @@ def _update(
     updates, optimizer_state = setup.optimizer.update(
         gradients, state.optimizer, state.weights, **extra_arguments
     )
-    weights = optax.apply_updates(state.weights, updates)
+    # Optax adds in the wider dtype, and casts to that of the weights.
+    with jax.numpy_dtype_promotion("standard"):
+        weights = optax.apply_updates(state.weights, updates)
     stepped = TrainState(weights, optimizer_state, state.step + 1)
     if current_mesh().empty:
         return stepped
@@ -279,7 +285,11 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         def body(carry):
             i, state, metrics = carry
             state, measured = train_step(setup, state, arrays, batch_of(i), key)
-            filled = jax.tree.map(lambda row, value: row.at[i].set(value), metrics, measured)
+
+            def fill(row, value):
+                return row.at[i].set(value.astype(row.dtype))
+
+            filled = jax.tree.map(fill, metrics, measured)
             return i + 1, state, filled
 
         most_steps, *_ = jax.tree.leaves(windows)[0].shape
