@@ -17,6 +17,7 @@ from jgpt.shapes.answers import Asked, Note, OpenQuestion, answering, is_program
 from jgpt.shapes.calls import set_context
 from jgpt.shapes.contract import typed
 from jgpt.shapes.matching import SIZE_FUNCTIONS, SYMBOLS
+from jgpt.shapes.sight import SightProof, Sizes, prove_sight
 from jgpt.shapes.sizes import (
     Size,
     is_open,
@@ -70,8 +71,16 @@ class Proof:
 
 
 @typed
-def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str] = ()) -> Proof:
-    """Trace a function for all sizes of its arrays, and check every shape annotation in it.
+def prove(
+    function: Callable[..., Any],
+    *arrays: str,
+    where: str | Sequence[str] = (),
+    causal: str | None = None,
+    separate: str | None = None,
+    sizes: Sizes | None = None,
+) -> Proof | SightProof:
+    """Trace a function for all sizes of its arrays, and check every shape annotation in it; or,
+    with `causal` or `separate`, prove which inputs its outputs can depend on.
 
     An array is written `float32[b t 8]`; `where` has constraints such as `t <= 8`, and every size
     is at least 1. At a branch on an undetermined size, as in `if t > 8`, both sides are traced. The
@@ -81,8 +90,23 @@ def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str]
     hash or its text. A proof covers shapes, not values. It can't see what the type or identity of a
     size decides, as in `type(t) is int` or `jax.typeof(x) == jax.typeof(y)`, or an error of JAX
     that the function catches.
-    Raises ValueError for an array or a constraint that can't be read, or that no size meets.
+
+    With `causal="t"` no output at a position of the axis t reads an input after it. With
+    `separate="b"` outputs along b read their own input alone. This is proven for numbers: for each
+    length of t from 1 to the function's `block_size`, for the block size alone where it is above
+    64, and from 1 to 64 without one; every other size is 2. `sizes={"t": range(1, 9), "b": 3}` says
+    otherwise. Weights and arrays of floats are unknown; integers, truth values and NumPy's arrays
+    are known. "not proven" names a way on which the output can depend on the input.
+
+    Raises ValueError for an array or a constraint that can't be read, or that no size meets, and
+    for a program whose sight can't be asked.
     """
+    if causal is not None or separate is not None:
+        if where:
+            raise ValueError("`where` has no meaning with `causal` or `separate`: give `sizes`")
+        return prove_sight(function, arrays, causal, separate, sizes)
+    if sizes is not None:
+        raise ValueError("`sizes` needs `causal` or `separate`: shapes are proven for all sizes")
     parsed = [parse_array(array) for array in arrays]
     found = set()
     for _, dimensions in parsed:
