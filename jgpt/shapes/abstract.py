@@ -188,7 +188,7 @@ def shrunk(fields: Sequence[np.ndarray]) -> Fields:
     """Store each axis along which no field varies with size 1."""
     common = list(np.broadcast_arrays(*fields))
     for axis in range(common[0].ndim):
-        if common[0].shape[axis] == 1:
+        if common[0].shape[axis] <= 1:
             continue
         firsts = [field.take([0], axis) for field in common]
         if all(map(_is_constant, common, firsts, [axis] * len(common))):

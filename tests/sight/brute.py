@@ -1,0 +1,39 @@
+"""What outputs depend on, found by derivatives and by changed inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SHAPE = (2, 5, 3)
+
+
+def dependences(program: Callable[[Any], Any], seeds: int = 3) -> np.ndarray:
+    """Return for (batch, time) of the output and of the input whether a change was seen."""
+    batch, time, _ = SHAPE
+    found = np.zeros((batch, time, batch, time), bool)
+    run = jax.jit(lambda x: jnp.nan_to_num(program(x).astype(jnp.float32)))
+    differentiate = jax.jit(jax.jacfwd(lambda x: program(x).astype(jnp.float32)))
+    for seed in range(seeds):
+        numbers = np.random.default_rng(seed)
+        x = numbers.normal(size=SHAPE).astype(np.float32)
+        slopes = np.nan_to_num(differentiate_or_nothing(differentiate, x))
+        if slopes.size:
+            found |= (slopes != 0).any(axis=(2, 5))
+        plain = np.asarray(run(x))
+        for place in np.ndindex(batch, time):
+            for size in (1.0, 30.0):
+                changed = x.copy()
+                changed[place] = size * numbers.normal(size=SHAPE[2])
+                found[:, :, *place] |= (np.asarray(run(changed)) != plain).any(axis=2)
+    return found
+
+
+def differentiate_or_nothing(differentiate: Callable[[Any], Any], x: Any) -> Any:
+    """A loop on data has no forward derivative in reverse, but all have one forwards."""
+    try:
+        return differentiate(x)
+    except (TypeError, ValueError):
+        return np.zeros(0)
