@@ -70,7 +70,6 @@ docs/shared_sizes
 docs/shapes
 docs/read_the_model
 docs/editors
-docs/static
 ```
 ```{toctree}
 :hidden:

@@ -18,8 +18,8 @@ from .pictures.page import look
 from .presets import PRESETS, preset
 from .runs.load import load, load_pretrained, save
 from .shapes.calls import watching
-from .shapes.capture import capture, edit
 from .shapes.contract import check, typed
+from .shapes.edits import capture, edit
 from .shapes.proofs import prove
 from .shapes.source import annotated_source
 from .shapes.trace import shape_trace

@@ -35,11 +35,18 @@ SHAPES = (
     "contract",
     "changes",
     "nnx_edits",
-    "capture",
+    "edits",
     "trace",
     "expressions",
     "sizes",
     "answers",
+    "jaxprs",
+    "abstract",
+    "reading_rules",
+    "interpreter",
+    "reading_paths",
+    "reading",
+    "sight",
     "proofs",
     "values",
     "source",
@@ -150,7 +157,7 @@ import sys
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jgpt.shapes.capture import capture, edit
+from jgpt.shapes.edits import capture, edit
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 from jgpt.shapes.source import annotated_source

@@ -145,7 +145,7 @@ from jaxtyping import Array, Float, TypeCheckError
 
 from jgpt.shapes import source
 from jgpt.shapes.calls import watching
-from jgpt.shapes.capture import capture
+from jgpt.shapes.edits import capture
 from jgpt.shapes.contract import typed
 from jgpt.shapes.trace import shape_trace
 

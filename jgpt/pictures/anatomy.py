@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jgpt.shapes.calls import TypedCall
-from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
+from jgpt.shapes.edits import edit
 from jgpt.shapes.trace import ShapeTrace, trace_calls
 
 TRACED_TOKENS = 16

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jgpt.pictures.anatomy import RecordedCall, is_real, record_calls
 from jgpt.pictures.numbers import short_name
-from jgpt.shapes.capture import edit
+from jgpt.shapes.edits import edit
 from jgpt.shapes.source import (
     AnnotatedSource,
     FunctionSource,

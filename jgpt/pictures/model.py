@@ -16,11 +16,11 @@ from jgpt.pictures.numbers import CANDIDATES, MOST_CANDIDATES, SHORTEST, Look
 from jgpt.pictures.program import (
     Program,
     Uncomputable,
-    inner_jaxpr,
     line_of,
     make_program,
     with_line,
 )
+from jgpt.shapes.jaxprs import inner_program
 
 
 def page_model(look: Look) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _refusal_of_gradient(jaxpr: Any) -> str:
     for equation in jaxpr.eqns:
         if _has_gradient(jaxpr, equation):
             continue
-        inner = inner_jaxpr(equation.params)
+        inner = inner_program(equation.params)
         if inner is not None:
             return _refusal_of_gradient(inner.jaxpr)
         text = f"the page can't compute the gradient of {equation.primitive.name}"

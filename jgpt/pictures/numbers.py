@@ -24,8 +24,8 @@ from jgpt.pictures.anatomy import (
     record_calls,
 )
 from jgpt.shapes.calls import TypedCall, watching
-from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed
+from jgpt.shapes.edits import edit
 from jgpt.shapes.trace import Shape, ShapeTrace
 
 MOST_WEIGHTS = 4_000_000

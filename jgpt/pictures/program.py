@@ -15,6 +15,8 @@ import numpy as np
 from jax.extend import core
 from jax.extend.random import threefry_prng_impl
 
+from jgpt.shapes.jaxprs import inner_program, is_library_program, is_of_library, lines_of
+
 Parameters = dict[str, Any]
 
 DTYPES = (
@@ -412,11 +414,11 @@ class _Flattener:
             defined = jax.make_jaxpr(DEFINITIONS[name])(*types)
             return self.run(defined.jaxpr, defined.consts, operands, line)
         if name not in PRIMITIVES:
-            inner = inner_jaxpr(parameters)
+            inner = inner_program(parameters)
             if inner is None:
                 raise _Unsupported("")
             inner_line = None
-            if _is_of_library(inner.jaxpr):
+            if is_library_program(inner):
                 inner_line = line
             return self.run(inner.jaxpr, inner.consts, operands, inner_line)
         self._require_possible(name, parameters, operands)
@@ -548,17 +550,6 @@ def _scan_sizes(parameters: Parameters) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def inner_jaxpr(parameters: Parameters) -> Any:
-    """Return the jaxpr that a call runs as it is, such as that of jit and of remat, or None."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = parameters.get(name)
-        if isinstance(inner, core.ClosedJaxpr):
-            return inner
-        if isinstance(inner, core.Jaxpr):
-            return core.ClosedJaxpr(inner, ())
-    return None
-
-
 def _program_of(closed: Any) -> Program:
     """Return a branch or a loop's body as a program; its inputs and outputs are numbered."""
     flattener = _Flattener()
@@ -673,7 +664,6 @@ def _as_data(value: Any) -> Any:
 
 # --- refusals -------------------------------------------------------------------------------------
 
-_LIBRARIES = ("site-packages", "dist-packages")
 _OURS = Path(__file__).parents[1]
 _MACHINERY = (_OURS / "shapes", _OURS / "pictures")
 """What traces a model, rather than being a part of one."""
@@ -695,12 +685,9 @@ def with_line(text: str, line: str | None) -> str:
 
 def line_of(equation: Any) -> str | None:
     """Return the file and line of the innermost code that belongs to a model."""
-    traceback = equation.source_info.traceback
-    if traceback is None:
-        return None
-    for frame in traceback.frames:
-        if not _is_machinery(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num}"
+    for file, number in lines_of(equation):
+        if not _is_machinery(file):
+            return f"{file}:{number}"
     return None
 
 
@@ -709,13 +696,4 @@ def _is_machinery(file: str) -> bool:
     path = Path(file)
     if _OURS in path.parents:  # the layers of a model are here too, beside what traces it
         return any(folder in path.parents for folder in _MACHINERY)
-    return file.startswith("<") or any(part in _LIBRARIES for part in path.parts)
-
-
-def _is_of_library(jaxpr: Any) -> bool:
-    """Return whether a jaxpr is that of a function of a library.
-
-    JAX traces such a function once, and its lines are then those of the first call alone.
-    """
-    description = jaxpr.debug_info.func_src_info or ""
-    return any(f"/{name}/" in description for name in _LIBRARIES)
+    return is_of_library(file)

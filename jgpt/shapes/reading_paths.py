@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jgpt.shapes.abstract import NOWHERE, Abstract, World, whole
-from jgpt.shapes.reads import NO_PLACE, Line, Origin, Place, Reads
+from jgpt.shapes.interpreter import NO_PLACE, Origin, Place
+from jgpt.shapes.jaxprs import Line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +34,15 @@ class Step:
         return f"{self.name}[{shape}] at [{place}]{_source(self.place)}"
 
 
-def steps_of(reads: Reads, element: tuple[int, ...], channel: int, target: int) -> Iterator[Step]:
+def steps_of(
+    x: Abstract,
+    origins: dict[int, Origin],
+    element: tuple[int, ...],
+    channel: int,
+    target: int,
+) -> Iterator[Step]:
     """Yield the operations from an element of an output back to the input. `target` is the value
     of a channel of its reach, which the element of each operand on the way has, too."""
-    origins = reads.interpreter.origins
-    x = reads.result
     while True:
         origin = origins.get(id(x))
         if origin is None:
@@ -105,7 +110,7 @@ def entry_of(steps: Sequence[Step], position: int, size: int) -> Step | None:
     return None
 
 
-def lines_of(steps: Sequence[Step]) -> list[str]:
+def texts_of(steps: Sequence[Step]) -> list[str]:
     """Return the steps as text; of several on one line of source, the one nearest to the output."""
     texts = []
     for place, on_line in itertools.groupby(steps, key=lambda step: step.place):
@@ -113,16 +118,6 @@ def lines_of(steps: Sequence[Step]) -> list[str]:
         is_input = place == NO_PLACE and step.name == "input"
         texts.append(f"input at [{','.join(map(str, step.element))}]" if is_input else str(step))
     return texts
-
-
-def path_text(reads: Reads, element: tuple[int, ...], axis: int, position: int) -> str:
-    """Return the way from a position along an axis to an element of an output, as text."""
-    for channel, target in ((2 * axis, position), (2 * axis + 1, -position)):
-        if int(whole(reads.result, reads.result.reach[channel])[element]) == target:
-            return "\n".join(lines_of(list(steps_of(reads, element, channel, target))))
-    raise ValueError(
-        f"position {position} is neither the first nor the last that output {list(element)} reads"
-    )
 
 
 def _source(place: Place) -> str:

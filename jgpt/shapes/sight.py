@@ -11,18 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgpt.shapes.abstract import World, whole
-from jgpt.shapes.reading_paths import entry_of, lines_of, steps_of, told_entry
-from jgpt.shapes.reads import (
-    BOUNDS,
-    Interpreter,
-    Reads,
-    Traced,
-    Unreadable,
-    assumptions_of,
-    interpreted,
-    told,
-    traced,
-)
+from jgpt.shapes.interpreter import BOUNDS, Interpreter, Unreadable, assumptions_of, told
+from jgpt.shapes.reading import Question, Reads, ask
+from jgpt.shapes.reading_paths import entry_of, steps_of, texts_of, told_entry
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
 
 Sizes = Mapping[str, int | Iterable[int]]
@@ -52,8 +43,8 @@ class SightProof:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Question:
-    """Whether an output along an axis reads what it may: nothing later, or itself alone."""
+class _Axis:
+    """An axis along which outputs may read nothing later, or themselves alone."""
 
     name: str
     is_causal: bool
@@ -63,7 +54,7 @@ class _Question:
         so, or None."""
         shape = found.result.shape
         own = np.arange(shape[axis]).reshape([-1 if k == axis else 1 for k in range(len(shape))])
-        channel = 2 * found.names.index(self.name)
+        channel = found.channel(self.name)
         wrongs = [(channel, found.last(self.name) > own)]
         if not self.is_causal:
             wrongs.append((channel + 1, found.first(self.name) < own))
@@ -79,7 +70,7 @@ class _Question:
 class _Leak:
     """An output's element that reads a position which it may not read."""
 
-    question: _Question
+    question: _Axis
     found: Reads
     axis: int
     element: tuple[int, ...]
@@ -97,9 +88,9 @@ def prove_sight(
     outputs along `separate` read themselves alone."""
     questions = []
     if causal is not None:
-        questions.append(_Question(causal, True))
+        questions.append(_Axis(causal, True))
     if separate is not None:
-        questions.append(_Question(separate, False))
+        questions.append(_Axis(separate, False))
     asked = _Asked(function, [parse_array(array) for array in arrays], questions)
     asked.require_axes()
     lengths, is_chosen = asked.lengths(sizes or {})
@@ -143,8 +134,8 @@ class _Asked:
 
     function: Callable[..., Any]
     arrays: list[tuple[Any, str]]
-    questions: list[_Question]
-    axes: dict[_Question, list[int]] = dataclasses.field(default_factory=dict)
+    questions: list[_Axis]
+    axes: dict[_Axis, list[int]] = dataclasses.field(default_factory=dict)
     """For each output the axis that is asked of; the same at all lengths."""
 
     @functools.cached_property
@@ -203,33 +194,32 @@ class _Asked:
                 found[name] = size
         return found
 
-    def _trace(self, sizes: Mapping[str, int]) -> Traced:
+    def _ask(self, sizes: Mapping[str, int]) -> Question:
         structs = []
         for dtype, dimensions in self.arrays:
             shape = [evaluate_size(word, sizes) for word in dimensions.split()]
             structs.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
-        program = traced(self.function, structs)
-        if program.closed.effects:
-            effects = ", ".join(sorted(map(str, program.closed.effects)))
+        question = ask(self.function, structs, self.of)
+        if question.closed.effects:
+            effects = ", ".join(sorted(map(str, question.closed.effects)))
             raise Unreadable(f"the function has side effects ({effects}): leave them out")
-        return program
+        return question
 
     def leak(
         self, sizes: Mapping[str, int], *, records: bool = False
     ) -> tuple[_Leak | None, Interpreter]:
         """Return what an output reads that it may not read, or None, and the interpreter whose
         assumptions served."""
-        program = self._trace(sizes)
+        question = self._ask(sizes)
         if not self.axes:
-            for question in self.questions:
-                self.axes[question] = self._axes_of(question, program, sizes)
-        channels = 2 * len({question.name for question in self.questions})
+            for asked in self.questions:
+                self.axes[asked] = self._axes_of(asked, question, sizes)
         leak = None
         interpreter: Any = None
         # What needs fewer assumptions is tried first.
         for keeps, bound in itertools.product((False, True), BOUNDS):
-            found = interpreted(program, self.of, World(channels, bound, keeps), records=records)
-            outputs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, Reads))
+            world = World(2 * len(question.names), bound, keeps)
+            outputs = question.answer(world, records=records)
             leak = self._first_leak(outputs, self.axes)
             interpreter = outputs[0].interpreter
             if leak is None:
@@ -237,7 +227,7 @@ class _Asked:
         return leak, interpreter
 
     @staticmethod
-    def _first_leak(outputs: list[Reads], axes: Mapping[_Question, list[int]]) -> _Leak | None:
+    def _first_leak(outputs: list[Reads], axes: Mapping[_Axis, list[int]]) -> _Leak | None:
         for question, axes_of_outputs in axes.items():
             for found, axis in zip(outputs, axes_of_outputs, strict=True):
                 wrong = question.wrong_element(found, axis)
@@ -246,12 +236,12 @@ class _Asked:
                     return _Leak(question, found, axis, element, channel)
         return None
 
-    def _axes_of(self, question: _Question, program: Traced, sizes: Mapping[str, int]) -> list[int]:
+    def _axes_of(self, asked: _Axis, question: Question, sizes: Mapping[str, int]) -> list[int]:
         """Return the axis of each output that grows with the axis of the inputs."""
-        size = sizes[question.name]
-        other_program, other = self._at_another_size(question.name, sizes)
-        shapes = [aval.shape for aval in program.closed.out_avals]
-        other_shapes = [aval.shape for aval in other_program.closed.out_avals]
+        size = sizes[asked.name]
+        other_question, other = self._at_another_size(asked.name, sizes)
+        shapes = [aval.shape for aval in question.closed.out_avals]
+        other_shapes = [aval.shape for aval in other_question.closed.out_avals]
         axes = []
         for number, (shape, other_shape) in enumerate(zip(shapes, other_shapes, strict=True)):
             found = []
@@ -261,20 +251,20 @@ class _Asked:
             if len(found) != 1:
                 has = "no axis" if not found else f"{len(found)} axes"
                 raise ValueError(
-                    f"output {number} has {has} of the length {question.name}: give a function "
+                    f"output {number} has {has} of the length {asked.name}: give a function "
                     f"whose outputs have one, such as logits, or ask `jgpt.shapes.reads`"
                 )
             axes += found
         return axes
 
-    def _at_another_size(self, name: str, sizes: Mapping[str, int]) -> tuple[Traced, int]:
+    def _at_another_size(self, name: str, sizes: Mapping[str, int]) -> tuple[Question, int]:
         size = sizes[name]
         errors = []
         for other in (size - 1, size + 1):
             if other < 1:
                 continue
             try:
-                return self._trace({**sizes, name: other}), other
+                return self._ask({**sizes, name: other}), other
             except Exception as error:
                 errors.append(error)
         raise errors[-1]
@@ -314,7 +304,8 @@ class _Asked:
         output = leak.element[leak.axis]
         lines = [f"not proven: output {output} can depend on input {position}"]
         lines.append(f"  along {question.name}, at {_told_sizes(sizes)}")
-        steps = list(steps_of(found, leak.element, leak.channel, target))
+        origins = found.interpreter.origins
+        steps = list(steps_of(found.result, origins, leak.element, leak.channel, target))
         entry = entry_of(steps, position, size)
         if entry is not None:
             lines.append(f"  it comes in at {told_entry(entry)}")
@@ -324,7 +315,7 @@ class _Asked:
             )
         lines += self._advice()
         lines.append("  from the output to the input:")
-        lines += [f"    {line}" for line in lines_of(steps)]
+        lines += [f"    {line}" for line in texts_of(steps)]
         return "\n".join(lines)
 
     def _recorded(
@@ -345,8 +336,8 @@ class _Asked:
 
     def _advice(self) -> Iterator[str]:
         """Yield a line for each array of floats that looks like a mask."""
-        program = self._trace({**self.other_sizes({}), self.questions[0].name: 4})
-        for value in (*program.closed.consts, *program.weights):
+        question = self._ask({**self.other_sizes({}), self.questions[0].name: 4})
+        for value in (*question.closed.consts, *question.weights):
             if _looks_like_a_mask(value):
                 shape = ",".join(map(str, value.shape))
                 yield (

@@ -12,8 +12,8 @@ from flax import linen
 from jaxtyping import Array, Float, TypeCheckError
 
 from jgpt.shapes.calls import TypedCall, watching
-from jgpt.shapes.capture import capture, edit
 from jgpt.shapes.contract import typed
+from jgpt.shapes.edits import capture, edit
 from jgpt.shapes.proofs import prove
 from jgpt.shapes.trace import shape_trace
 

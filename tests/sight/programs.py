@@ -163,7 +163,7 @@ def sliding_chunks(x: Array) -> Array:
 
 def blocks_of_queries(x: Array) -> Array:
     """A running softmax over blocks of keys, as in flash attention."""
-    batch, time, width = x.shape
+    batch, time, _ = x.shape
     q, k, v = x @ W, x @ V, x
     position = jnp.arange(time)
 
@@ -432,7 +432,9 @@ RIGHT: dict[str, Program] = {
     "a mean by a matrix": lambda x: (jnp.tril(jnp.ones((x.shape[1],) * 2)) / 5) @ x,
     "a mean by a mask and softmax": lambda x: jax.nn.softmax(jnp.where(tril(x), 0.0, -jnp.inf)) @ x,
     "an RNN": scanned(lambda h, x: jnp.tanh(h @ W + x)),
-    "a gated RNN": scanned(lambda h, x: jax.nn.sigmoid(x @ V) * h + (1 - jax.nn.sigmoid(x @ V)) * x),
+    "a gated RNN": scanned(
+        lambda h, x: jax.nn.sigmoid(x @ V) * h + (1 - jax.nn.sigmoid(x @ V)) * x
+    ),
     "an associative scan": associative,
     "a causal convolution": convolved([(2, 0)]),
     "a dilated convolution": convolved([(4, 0)], 2),
@@ -464,27 +466,34 @@ RIGHT: dict[str, Program] = {
     "the largest feature": lambda x: jax.nn.one_hot(x.argmax(-1), WIDTH),
     "a bigram": lambda x: jnp.take(W, (x[..., 0] > 0).astype(int), axis=0) + x,
     "einsum in heads": lambda x: jnp.einsum("bqk,bkd->bqd", jnp.tril(scores_of(x)), x),
-    "an einsum with features first": lambda x: jnp.einsum("bqk,bkd->bdq", jnp.tril(scores_of(x)), x).mT,
+    "an einsum with features first": lambda x: (
+        jnp.einsum("bqk,bkd->bdq", jnp.tril(scores_of(x)), x).mT
+    ),
     "parts joined": lambda x: jnp.concatenate([x[:, :1], x[:, 1:] + x[:, :-1]], 1),
     "stacked and unstacked": lambda x: jnp.stack([x, jnp.cumsum(x, 1)]).sum(0),
-    "a dynamic slice": lambda x: x + lax.dynamic_slice_in_dim(
-        jnp.pad(x, ((0, 0), (1, 0), (0, 0))), jnp.int32(0), x.shape[1], 1
+    "a dynamic slice": lambda x: (
+        x
+        + lax.dynamic_slice_in_dim(
+            jnp.pad(x, ((0, 0), (1, 0), (0, 0))), jnp.int32(0), x.shape[1], 1
+        )
     ),
     "a dynamic update": lambda x: lax.dynamic_update_slice(x, x[:, :1], (0, 0, 0)),
     "dropout": lambda x: attend()(x) * jax.random.bernoulli(KEYS[7], 0.5, x.shape),
     "an integer power": lambda x: jnp.cumsum(x**3, 1),
     "a clipped sum": lambda x: jnp.clip(jnp.cumsum(x, 1), -1, 1),
     "signs": lambda x: jnp.cumsum(jnp.sign(x), 1),
-    "the least of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), jnp.inf).min(-1)[..., None],
-    "the greatest of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), -1e9).max(-1)[..., None],
-    "a softmax of the negative": attend(
-        fill=1e9, after=jnp.negative
-    ),
+    "the least of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), jnp.inf).min(-1)[
+        ..., None
+    ],
+    "the greatest of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), -1e9).max(-1)[
+        ..., None
+    ],
+    "a softmax of the negative": attend(fill=1e9, after=jnp.negative),
     "unsigned positions": attend(lambda x: unsigned(x)[:, None] >= unsigned(x)),
     "any of the earlier ones": lambda x: (tril(x) & (x[:, None, :, 0] > 1)).any(-1)[..., None] * x,
     "all of the earlier ones": lambda x: (~tril(x) | (x[:, None, :, 0] < 1)).all(-1)[..., None] * x,
     "the logarithm of a mask": lambda x: jax.nn.softmax(scores_of(x) + jnp.log(tril(x) * 1.0)) @ x,
-}  # fmt: skip
+}
 
 
 def reversed_sum(x: Array) -> Array:
@@ -573,6 +582,13 @@ UNSURE: dict[str, Program] = {
     "a convolution by FFT": fft_convolution,
 }
 """Not proven, though no input that is tried here shows a dependence beyond rounding."""
-SEPARATE = {"batch norm", "a norm over all", "the maximum over all", "the loss in the logits",
-            "capacity over the batch", "a branch on the last", "a loop on all"}  # fmt: skip
+SEPARATE = {
+    "batch norm",
+    "a norm over all",
+    "the maximum over all",
+    "the loss in the logits",
+    "capacity over the batch",
+    "a branch on the last",
+    "a loop on all",
+}
 """Programs whose sequences read each other."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.shapes.reads import reads
+from jgpt.shapes.reading import reads
 from tests.sight.brute import SHAPE, dependences
 from tests.sight.programs import RIGHT, SEPARATE, UNSURE, WRONG
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jgpt.shapes.interpreter import Known
+from jgpt.shapes.reading import reads
 from jgpt.shapes.reading_rules import CALLS, RULES, SAME
-from jgpt.shapes.reads import Known, reads
 
 TIME = 5
 FEW = 1 << 20
@@ -44,14 +45,30 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "elements": (lambda x: jnp.exp(x) * 3, [[t, t] for t in EACH]),
     "two": (lambda x: x[1:] * x[:-1], [[t, t + 1] for t in EACH[:-1]]),
     "a constant": (lambda x: 0 * x + jnp.zeros(5), [NONE] * TIME),
-    "times a known 0": (lambda x: x * np.array([0.0, 1, 0, 2, 0]), [NONE, [1, 1], NONE, [3, 3], NONE]),
-    "divided by a known infinity": (lambda x: x / np.array([np.inf, 1, 1, 1, 1]), [NONE, *[[t, t] for t in EACH[1:]]]),
-    "0 times what may be infinite": (lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)), [[t, t] for t in EACH]),
-    "a logarithm of what may be 0": (
-        lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)), [[t, t] for t in EACH]
+    "times a known 0": (
+        lambda x: x * np.array([0.0, 1, 0, 2, 0]),
+        [NONE, [1, 1], NONE, [3, 3], NONE],
     ),
-    "a known choice": (lambda x: jnp.where(np.arange(5) < 2, x, x[::-1]), [[0, 0], [1, 1], [2, 2], [1, 1], [0, 0]]),
-    "a choice by another": (lambda x: jnp.where(x[::-1] > 0, 1.0, 2.0), [[4 - t, 4 - t] for t in EACH]),
+    "divided by a known infinity": (
+        lambda x: x / np.array([np.inf, 1, 1, 1, 1]),
+        [NONE, *[[t, t] for t in EACH[1:]]],
+    ),
+    "0 times what may be infinite": (
+        lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of what may be 0": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)),
+        [[t, t] for t in EACH],
+    ),
+    "a known choice": (
+        lambda x: jnp.where(np.arange(5) < 2, x, x[::-1]),
+        [[0, 0], [1, 1], [2, 2], [1, 1], [0, 0]],
+    ),
+    "a choice by another": (
+        lambda x: jnp.where(x[::-1] > 0, 1.0, 2.0),
+        [[4 - t, 4 - t] for t in EACH],
+    ),
     "a choice of equal numbers": (lambda x: jnp.where(x > 0, 2.0, 2.0), [NONE] * TIME),
     "sum": (lambda x: x[1:4].sum(), [[1, 3]]),
     "sum with a zero": (lambda x: (x * np.array([0, 0, 1, 1, 0])).sum(), [[2, 3]]),
@@ -61,8 +78,14 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "maximum, filled with +inf": (lambda x: jnp.where(np.arange(5) < 3, x, jnp.inf).max(), [NONE]),
     "minimum": (lambda x: jnp.where(np.arange(5) < 3, x, jnp.inf).min(), [[0, 2]]),
     "minimum, filled with -inf": (lambda x: jnp.where(np.arange(5) < 3, x, -jnp.inf).min(), [NONE]),
-    "minimum of two": (lambda x: jnp.minimum(x, np.array([-np.inf, np.inf, 0, 0, 0])), [NONE, *[[t, t] for t in EACH[1:]]]),
-    "maximum of two": (lambda x: jnp.maximum(x, np.array([np.inf, -np.inf, 0, 0, 0])), [NONE, *[[t, t] for t in EACH[1:]]]),
+    "minimum of two": (
+        lambda x: jnp.minimum(x, np.array([-np.inf, np.inf, 0, 0, 0])),
+        [NONE, *[[t, t] for t in EACH[1:]]],
+    ),
+    "maximum of two": (
+        lambda x: jnp.maximum(x, np.array([np.inf, -np.inf, 0, 0, 0])),
+        [NONE, *[[t, t] for t in EACH[1:]]],
+    ),
     "any": (lambda x: ((x > 0) & (np.arange(5) < 2)).any(), [[0, 1]]),
     "any with a known one": (lambda x: ((x > 0) | (np.arange(5) == 2)).any(), [NONE]),
     "all": (lambda x: ((x > 0) | (np.arange(5) >= 2)).all(), [[0, 1]]),
@@ -75,58 +98,72 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "flipped": (lambda x: x[::-1], [[4 - t, 4 - t] for t in EACH]),
     "padded": (lambda x: jnp.pad(x, (2, 0))[:5], [NONE, NONE, [0, 0], [1, 1], [2, 2]]),
     "taken": (lambda x: x[np.array([3, 3, 0])], [[3, 3], [3, 3], [0, 0]]),
-    "taken beyond the end": (
-        lambda x: jnp.take(x, np.array([4, 7]), mode="fill"), [[4, 4], NONE]
-    ),
-    "taken where data says": (
-        lambda x: x[1:3][(x[4:] > 0).astype(int)], [[1, 4]]
-    ),
+    "taken beyond the end": (lambda x: jnp.take(x, np.array([4, 7]), mode="fill"), [[4, 4], NONE]),
+    "taken where data says": (lambda x: x[1:3][(x[4:] > 0).astype(int)], [[1, 4]]),
     "a slice from where data says": (
-        lambda x: lax.dynamic_slice(x[:3], (x[4].astype(int),), (1,)), [[0, 4]]
+        lambda x: lax.dynamic_slice(x[:3], (x[4].astype(int),), (1,)),
+        [[0, 4]],
     ),
-    "an update": (lambda x: lax.dynamic_update_slice(x, x[:1], (3,)), [[0, 0], [1, 1], [2, 2], [0, 0], [4, 4]]),
+    "an update": (
+        lambda x: lax.dynamic_update_slice(x, x[:1], (3,)),
+        [[0, 0], [1, 1], [2, 2], [0, 0], [4, 4]],
+    ),
     "an update where data says": (
-        lambda x: lax.dynamic_update_slice(x[:2], x[2:3], (x[3].astype(int),)), [[0, 3]] * 2
+        lambda x: lax.dynamic_update_slice(x[:2], x[2:3], (x[3].astype(int),)),
+        [[0, 3]] * 2,
     ),
     "set": (lambda x: x.at[np.array([1, 2])].set(x[3:]), [[0, 0], [3, 3], [4, 4], [3, 3], [4, 4]]),
     "set twice": (lambda x: x[:2].at[np.array([1, 1])].set(x[3:]), [[0, 0], [1, 4]]),
-    "added": (lambda x: x.at[np.array([1, 1])].add(x[3:]), [[0, 0], [1, 4], [2, 2], [3, 3], [4, 4]]),
+    "added": (
+        lambda x: x.at[np.array([1, 1])].add(x[3:]),
+        [[0, 0], [1, 4], [2, 2], [3, 3], [4, 4]],
+    ),
     "multiplied by matrices": (
-        lambda x: np.array([[1.0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 3, 1]]) @ x, [[0, 2], NONE, [3, 4]]
+        lambda x: np.array([[1.0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 3, 1]]) @ x,
+        [[0, 2], NONE, [3, 4]],
     ),
     "matrices of what may be infinite": (
-        lambda x: np.array([[1.0, 0, 0, 0, 0]]) @ jnp.log(jnp.where(x > 0, 0.0, 1.0)), [[0, 4]]
+        lambda x: np.array([[1.0, 0, 0, 0, 0]]) @ jnp.log(jnp.where(x > 0, 0.0, 1.0)),
+        [[0, 4]],
     ),
     "convolved": (
-        lambda x: jnp.convolve(x, np.array([1.0, 0.0, 2.0])), [[0, 0], [1, 1], [0, 2], [1, 3], [2, 4], [3, 3], [4, 4]]
+        lambda x: jnp.convolve(x, np.array([1.0, 0.0, 2.0])),
+        [[0, 0], [1, 1], [0, 2], [1, 3], [2, 4], [3, 3], [4, 4]],
     ),
     "a loop as data decides": (spread, [[0, 4]] * TIME),
     "a scan": (shifted_in_scan, [NONE, *[[t, t] for t in EACH[:-1]]]),
     "a branch as data decides": (
-        lambda x: lax.cond(x[4] > 0, lambda x: x[:2], lambda x: x[1:3], x), [[0, 4], [1, 4]]
+        lambda x: lax.cond(x[4] > 0, lambda x: x[:2], lambda x: x[1:3], x),
+        [[0, 4], [1, 4]],
     ),
     "rounded": (lambda x: lax.stop_gradient(jnp.floor(x)), [[t, t] for t in EACH]),
     "random numbers": (lambda x: jax.random.normal(jax.random.key(0), (5,)) + 0 * x, [NONE] * TIME),
     "a masked weight": (
-        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x, -1e9)), [[0, 0], [1, 1], NONE, NONE, NONE]
+        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x, -1e9)),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
     "a masked weight, halved": (
-        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x, -1e9) / 2), [[0, 0], [1, 1], NONE, NONE, NONE]
+        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x, -1e9) / 2),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
     "a masked weight, made small": (
-        lambda x: jnp.exp((x + np.where(np.arange(5) < 2, 0, -1e9)) * 1e-9), [[t, t] for t in EACH]
+        lambda x: jnp.exp((x + np.where(np.arange(5) < 2, 0, -1e9)) * 1e-9),
+        [[t, t] for t in EACH],
     ),
     "a masked score, negated, which is infinite": (
-        lambda x: jnp.exp(-(x + np.where(np.arange(5) < 2, 0, -1e9))), [[0, 0], [1, 1], NONE, NONE, NONE]
+        lambda x: jnp.exp(-(x + np.where(np.arange(5) < 2, 0, -1e9))),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
     "minus a masked score, which is infinite": (
-        lambda x: jnp.exp(x - np.where(np.arange(5) < 2, 0, -1e9)), [[0, 0], [1, 1], NONE, NONE, NONE]
+        lambda x: jnp.exp(x - np.where(np.arange(5) < 2, 0, -1e9)),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
     "a large number that is known": (lambda x: x * 1e6 * 1e-6, [[t, t] for t in EACH]),
     "compared with a masked number": (
-        lambda x: (x > np.array([-1e9, 1e9, 0, 0, 0])) * 1.0, [NONE, NONE, *[[t, t] for t in EACH[2:]]]
+        lambda x: (x > np.array([-1e9, 1e9, 0, 0, 0])) * 1.0,
+        [NONE, NONE, *[[t, t] for t in EACH[2:]]],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HULLS)

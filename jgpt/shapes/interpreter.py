@@ -1,4 +1,4 @@
-"""Which inputs each output can depend on: an abstract interpreter of JAX's programs.
+"""An abstract interpreter of JAX's programs, which finds what each output can depend on.
 
 For each element of each array it keeps the first and the last position of an input that the element
 can depend on, and what is known of its number: a mask and a position are known, a masked score is
@@ -8,7 +8,7 @@ known to be about -1e9, and the exponential of that is a known 0, which drops wh
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jgpt.shapes.abstract import NOWHERE, Abstract, World, join, stack, whole, widened
-from jgpt.shapes.calls import is_nnx
+from jgpt.shapes.abstract import Abstract, World, join, stack, widened
+from jgpt.shapes.jaxprs import (
+    Line,
+    inner_program,
+    is_library_program,
+    is_of_library,
+    lines_of,
+)
 from jgpt.shapes.reading_rules import CALLS, RULES, SAME, anything, computed
 
 MOST_STEPS = 20_000
@@ -26,8 +32,6 @@ MOST_STEPS = 20_000
 BOUNDS = (1e30, 1e8, 5e3)
 """What a number that isn't masked is assumed to be below, tried in this order: masked scores of
 finfo.min, of -1e9 and of -1e4 are beyond."""
-Line = tuple[str, int]
-"""A file and the number of a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,34 +71,21 @@ class Origin:
 # --- places ---------------------------------------------------------------------------------------
 
 _OWN = Path(__file__).parent
-
-
-@functools.cache
-def is_of_program(file: str) -> bool:
-    """Return whether a file is one of the program, and not of a library or of these checks."""
-    path = Path(file)
-    is_library = any(part in ("site-packages", "dist-packages") for part in path.parts)
-    return not (is_library or file.startswith("<") or path.parent == _OWN)
+_JAX = ("jax", "jaxlib")
+"""Their lines say nothing of a layer, in which a program's mistake may be."""
 
 
 def place_of(equation: Any) -> Place:
-    """Return the innermost line of the program that an equation comes from, and the line of a
-    library where that is what computes."""
-    traceback = equation.source_info.traceback
+    """Return the innermost line of the program that an equation comes from, and the innermost line
+    of a library of layers where that is what computes."""
     library = None
-    for frame in traceback.frames if traceback else ():
-        line = (frame.file_name, frame.line_num)
-        if is_of_program(frame.file_name):
-            return Place(line, library)
-        if library is None and _has_layers(frame.file_name):
-            library = line
+    for file, number in lines_of(equation):
+        is_own = Path(file).parent == _OWN
+        if not is_own and not is_of_library(file):
+            return Place((file, number), library)
+        if library is None and not is_own and not any(f"/{name}/" in file for name in _JAX):
+            library = (file, number)
     return Place(None, library)
-
-
-@functools.cache
-def _has_layers(file: str) -> bool:
-    """Return whether a library's file has layers of models, rather than functions of arrays."""
-    return not any(f"/{package}/" in file for package in ("jax", "jaxlib", "jgpt/shapes"))
 
 
 # --- the interpreter ------------------------------------------------------------------------------
@@ -206,12 +197,8 @@ class Interpreter:
         inner = inner_program(parameters)
         if inner is None:
             raise Unreadable(f"a call without a program{told(place)}")
-        function = inner.jaxpr.debug_info.func_src_info or ""
-        _, _, location = function.rpartition(" at ")
-        file, _, _ = location.rpartition(":")
-        # JAX keeps the program of a library's function from its first call, with the lines of that.
-        is_of_library = not is_of_program(file or location)
-        return self.run(inner, operands, place if is_of_library else None, place)
+        inside = place if is_library_program(inner) else None
+        return self.run(inner, operands, inside, place)
 
     def _cond(
         self, parameters: dict[str, Any], operands: list[Abstract], place: Place
@@ -293,59 +280,10 @@ def _last_uses(jaxpr: Any) -> dict[Any, float]:
     return last
 
 
-def inner_program(parameters: Mapping[str, Any]) -> Any:
-    """Return the program that a call runs as it is, such as that of jit and of remat, or None."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = parameters.get(name)
-        if isinstance(inner, core.ClosedJaxpr):
-            return inner
-        if isinstance(inner, core.Jaxpr):
-            return core.ClosedJaxpr(inner, ())
-    return None
-
-
 def told(place: Place) -> str:
     """Return a place for a message, with a space before it."""
     line = place.program or place.library
     return "" if line is None else f" ({Path(line[0]).name}:{line[1]})"
-
-
-# --- what is read ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """For each element of an output, the first and the last position that it can depend on."""
-
-    names: tuple[str, ...]
-    result: Abstract
-    interpreter: Interpreter
-
-    def last(self, name: str) -> np.ndarray:
-        """Return the last positions along an axis of the inputs; below 0 where none is read."""
-        return whole(self.result, self.result.reach[2 * self._index(name)])
-
-    def first(self, name: str) -> np.ndarray:
-        """Return the first positions; beyond every size where none is read."""
-        return -whole(self.result, self.result.reach[2 * self._index(name) + 1])
-
-    @property
-    def assumptions(self) -> list[str]:
-        """What these positions rest on."""
-        return assumptions_of(self.interpreter.world, self.interpreter.known)
-
-    def path(self, output: Sequence[int], name: str, position: int) -> str:
-        """Return the operations by which a position along an axis comes to an element of the
-        output, from the output on, as lines of text. Raises ValueError if it doesn't come
-        there."""
-        from jgpt.shapes.reading_paths import path_text
-
-        return path_text(self, tuple(output), self._index(name), position)
-
-    def _index(self, name: str) -> int:
-        if name not in self.names:
-            raise ValueError(f"no input has an axis {name!r}: there are {', '.join(self.names)}")
-        return self.names.index(name)
 
 
 def assumptions_of(world: World, known: Iterable[str]) -> list[str]:
@@ -362,109 +300,3 @@ def assumptions_of(world: World, known: Iterable[str]) -> list[str]:
     if world.rows_keep_an_entry:
         assumed.insert(0, "each row of a mask that data makes keeps an entry")
     return assumed
-
-
-def reads(function: Callable[..., Any], *args: Any, of: Mapping[int, Sequence[str | None]]) -> Any:
-    """Return which positions of its inputs each output of a function can depend on.
-
-    Arguments are arrays, shapes (`jax.ShapeDtypeStruct`), trees of them, or `Known` values. `of`
-    maps the number of an argument to names of its axes; None is an axis that is not tracked. The
-    result has the structure of the function's, with `Reads` in place of arrays. Weights and other
-    arrays of floats are unknown. Raises ValueError for a program that can't be interpreted.
-    """
-    program = traced(function, args)
-    return interpreted(program, of, World(2 * len(names_of(of)), BOUNDS[-1], True))
-
-
-class Traced(NamedTuple):
-    """A function's program, its abstract arguments and the structure of its result."""
-
-    closed: Any
-    weights: tuple[Any, ...]
-    """The variables of an NNX module, which come first among the program's inputs."""
-    arguments: tuple[Any, ...]
-    structure: Any
-
-
-def traced(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
-    """Trace a function; the weights of an NNX module may be abstract."""
-    weights: tuple[Any, ...] = ()
-    call = function
-    if is_nnx(function, "Module"):
-        from flax import nnx
-
-        graph, state = nnx.split(function)
-        leaves_of_state, structure = jax.tree.flatten(state)
-        weights = tuple(leaves_of_state)
-
-        def call(*values: Any) -> Any:
-            leaves = values[: len(weights)]
-            module: Any = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-            return module(*values[len(weights) :])
-
-    plain = [argument.array if isinstance(argument, Known) else argument for argument in args]
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*map(_shape_of, weights), *plain)
-    return Traced(closed, weights, tuple(args), jax.tree.structure(shapes))
-
-
-def _shape_of(value: Any) -> Any:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def names_of(of: Mapping[int, Sequence[str | None]]) -> tuple[str, ...]:
-    """Return the names of the tracked axes."""
-    names: dict[str, None] = {}
-    for axes in of.values():
-        names.update(dict.fromkeys(name for name in axes if name is not None))
-    return tuple(names)
-
-
-def interpreted(
-    program: Traced,
-    of: Mapping[int, Sequence[str | None]],
-    world: World,
-    *,
-    records: bool = False,
-) -> Any:
-    """Run a traced program with abstract arrays."""
-    names = names_of(of)
-    interpreter = Interpreter(world, records=records)
-    variables = iter(program.closed.jaxpr.invars)
-    inputs = [_weight(world, value, next(variables).aval) for value in program.weights]
-    for number, argument in enumerate(program.arguments):
-        axes = tuple(of.get(number, ()))
-        is_known = isinstance(argument, Known)
-        for leaf in jax.tree.leaves(argument.array if is_known else argument):
-            aval = next(variables).aval
-            if is_known:
-                inputs.append(world.constant(leaf))
-            else:
-                inputs.append(world.unknown(aval, list(_positions(aval, names, axes))))
-    with np.errstate(all="ignore"):
-        results = interpreter.run(program.closed, inputs)
-    found = [Reads(names, result, interpreter) for result in results]
-    return jax.tree.unflatten(program.structure, found)
-
-
-def _weight(world: World, value: Any, aval: Any) -> Abstract:
-    """Return a variable of a module: known if it has integers or truth values, else a parameter."""
-    is_number = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    has_value = not isinstance(value, jax.ShapeDtypeStruct)
-    if has_value and is_number and not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return world.constant(np.asarray(value))
-    return world.unknown(aval, world.nothing())
-
-
-def _positions(aval: Any, names: Sequence[str], axes: Sequence[str | None]) -> Iterator[np.ndarray]:
-    """Yield the channels of an input: each element's own position along each tracked axis."""
-    for name in names:
-        if name not in axes:
-            yield np.asarray(NOWHERE)
-            yield np.asarray(NOWHERE)
-            continue
-        axis = axes.index(name)
-        shape = [1] * len(aval.shape)
-        shape[axis] = -1
-        position = np.arange(aval.shape[axis], dtype=np.int32).reshape(shape)
-        yield position
-        yield -position
