@@ -277,6 +277,7 @@ def test_edited_models_and_the_plain_one_are_programs_of_their_own(call, changes
 def test_eager_calls_compile_nothing_anew_for_a_watch():
     model = model_of()
     heard(model, TOKENS)
+    jgpt.capture(model, "blocks.1")(TOKENS)
     compiled: list[str] = []
 
     def handle(logger, record):

@@ -75,7 +75,7 @@ class Linear(Module):
 @typed
 def along_features(
     vector: Float[Array, "features"], y: Float[Array, "*rows features"]
-) -> Float[Array, "..."]:
+) -> Float[Array, "*leading features"]:
     """Return a bias or a scale with the rank and the dtype of features that it is applied to."""
     # Not by NumPy's rules: a float32 bias would widen 16-bit activations.
     return jax.lax.broadcast_to_rank(vector, y.ndim).astype(y.dtype)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jaxtyping
@@ -68,6 +68,22 @@ class Proof:
             lines.append(line)
         lines.append(f"not seen  {UNSEEN}")
         return "\n".join(lines)
+
+
+@overload
+def prove(
+    function: Callable[..., Any], *arrays: str, where: str | Sequence[str] = ()
+) -> Proof: ...
+
+
+@overload
+def prove(
+    function: Callable[..., Any],
+    *arrays: str,
+    causal: str | None = None,
+    separate: str | None = None,
+    sizes: Sizes | None = None,
+) -> SightProof: ...
 
 
 @typed

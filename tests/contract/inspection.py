@@ -18,8 +18,9 @@ from jax import Array
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
 PARTS = ("describe", "matching", "calls", "contract")
-CONTRACT = [f"jgpt.shapes.{name}" for name in PARTS]
-"""What checks the others can't check itself."""
+SIGHT = ("abstract", "reading_rules", "interpreter", "reading_paths", "reading", "sight")
+CONTRACT = [f"jgpt.shapes.{name}" for name in (*PARTS, *SIGHT)]
+"""What checks the others can't check itself, and what works with arrays of any rank."""
 ANY_DTYPE = {
     "jgpt.nn.attention.merge_heads: its result",
     "jgpt.nn.attention.merge_heads: x",

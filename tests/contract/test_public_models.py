@@ -1,8 +1,7 @@
-"""Small models in the manner of public ones, traced and proven: functional, Flax NNX, Equinox.
+"""Small models of our own in the manner of public ones are traced and proven.
 
-They are written for this test. Each has a style of its own: dataclasses of arrays and einsum, as in
-Marin's grug; `nnx.Linear` with reshapes and transposes, as in ports of nanoGPT to NNX; and modules
-of one sequence under `vmap`, as in GPTs of Equinox.
+They are a model of functions and dataclasses, as Marin's grug; a port of nanoGPT to Flax NNX; and
+a GPT of Equinox, whose modules take one sequence or one token.
 """
 
 import dataclasses
@@ -68,6 +67,14 @@ def rotate(
 
 
 @typed
+def rotate_both(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch time kv_heads head_dim"],
+) -> tuple[Float[Array, "batch time heads head_dim"], Float[Array, "batch time kv_heads head_dim"]]:
+    return rotate(query), rotate(key)
+
+
+@typed
 def attend(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch time kv_heads head_dim"],
@@ -85,8 +92,9 @@ def attend(
 @typed
 def block(layer: Layer, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
     y = normalise(x)
-    query = rotate(jnp.einsum("bte,ehd->bthd", y, layer.query))
-    key = rotate(jnp.einsum("bte,ehd->bthd", y, layer.key))
+    query = jnp.einsum("bte,ehd->bthd", y, layer.query)
+    key = jnp.einsum("bte,ehd->bthd", y, layer.key)
+    query, key = rotate_both(query, key)
     value = jnp.einsum("bte,ehd->bthd", y, layer.value)
     x = x + jnp.einsum("bthd,hde->bte", attend(query, key, value), layer.out)
     hidden = jax.nn.relu(jnp.einsum("bte,eh->bth", normalise(x), layer.up))
@@ -115,12 +123,10 @@ def functional() -> Callable[..., Any]:
 
 
 @typed
-def attend_with_one_number_of_heads(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch time heads head_dim"],
-    value: Float[Array, "batch time heads head_dim"],
-) -> Float[Array, "batch time heads head_dim"]:
-    return attend(query, key, value)
+def rotate_both_as_one(
+    query: Float[Array, "batch time heads head_dim"], key: Float[Array, "batch time heads head_dim"]
+) -> tuple[Float[Array, "batch time heads head_dim"], Float[Array, "batch time heads head_dim"]]:
+    return rotate(query), rotate(key)
 
 
 @typed
@@ -129,7 +135,9 @@ def attend_with_heads_before_time(
     key: Float[Array, "batch time kv_heads head_dim"],
     value: Float[Array, "batch time kv_heads head_dim"],
 ) -> Float[Array, "batch time heads head_dim"]:
-    return attend(query, key, value).swapaxes(1, 2)
+    repeats = query.shape[2] // key.shape[2]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, repeats, axis=2))
+    return jnp.einsum("bhqk,bkhd->bhqd", scores, jnp.repeat(value, repeats, axis=2))
 
 
 # --- modules of Flax NNX -------------------------------------------------------------------------
@@ -195,9 +203,8 @@ class NNXGPT(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        time = tokens.shape[1]
-        assert time <= self.block_size, f"{time} tokens are longer than the block"
-        x = self.tokens(tokens) + self.positions(jnp.arange(time))
+        assert tokens.shape[1] <= self.block_size, "the block is shorter"
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         return self.tokens.attend(self.norm(self.block(x)))
 
 
@@ -277,7 +284,136 @@ class EquinoxGPT(eqx.Module):
 
     @typed
     def __call__(self, tokens: Int[Array, " time"]) -> Float[Array, "time {self.vocab_size}"]:
-        (time,) = tokens.shape
-        assert time <= self.block_size, f"{time} tokens are longer than the block"
-        x = jax.vmap(self.tokens)(tokens) + self.positions.weight[:time]
+        if tokens.shape[0] > self.block_size:
+            raise ValueError(f"{tokens.shape[0]} tokens are more than {self.block_size}")
+        x = jax.vmap(self.tokens)(tokens) + self.positions.weight[: tokens.shape[0]]
         return jax.vmap(self.head)(self.block(x))
+
+
+def equinox() -> Callable[..., Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    attention = EquinoxAttention(
+        eqx.nn.Linear(EMBED, 3 * EMBED, key=next(keys)),
+        eqx.nn.Linear(EMBED, EMBED, key=next(keys)),
+        EMBED,
+        HEADS,
+    )
+    mlp = eqx.nn.MLP(EMBED, EMBED, HIDDEN, depth=1, key=next(keys))
+    model = EquinoxGPT(
+        eqx.nn.Embedding(VOCAB, EMBED, key=next(keys)),
+        eqx.nn.Embedding(BLOCK, EMBED, key=next(keys)),
+        EquinoxBlock(eqx.nn.LayerNorm(EMBED), attention, mlp, EMBED),
+        eqx.nn.Linear(EMBED, VOCAB, key=next(keys)),
+        VOCAB,
+        BLOCK,
+    )
+    return jax.vmap(model)
+
+
+@typed
+def of_heads_with_heads_first(
+    self: EquinoxAttention, heads: Float[Array, "3 time {self.num_heads} head_dim"]
+) -> Float[Array, "time {self.num_heads} head_dim"]:
+    query, key, value = heads
+    return jax.vmap(self.attend, in_axes=1)(query, key, value)
+
+
+# --- tests ---------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """A model, its trace, the cases of its proof, and wrong parts, each with its place."""
+
+    make: Callable[[], Callable[..., Any]]
+    trace: str
+    cases: list[tuple[tuple[str, ...], str]]
+    mistakes: list[tuple[Any, str, Callable[..., Any]]]
+
+
+MODULE = sys.modules[__name__]
+UP_TO_BLOCK = [(("t <= 8",), "proven"), (("t >= 9",), "rejected")]
+MODELS = {
+    "functional": Model(
+        functional,
+        """
+        logits(tokens: int32[batch=2 time=5])
+          block          float32[batch=2 time=5 embed=24]
+            normalise    float32[batch=2 time=5 embed=24]
+            rotate_both  float32[batch=2 time=5 heads=6 head_dim=4]
+                         float32[batch=2 time=5 kv_heads=3 head_dim=4]
+              rotate     float32[batch=2 time=5 heads=6 head_dim=4]
+              rotate     float32[batch=2 time=5 heads=3 head_dim=4]
+            attend       float32[batch=2 time=5 heads=6 head_dim=4]
+            normalise    float32[batch=2 time=5 embed=24]
+          normalise      float32[batch=2 time=5 embed=24]
+        result           float32[batch=2 time=5 vocab=11]
+        """,
+        [((), "proven")],
+        [
+            (MODULE, "rotate_both", rotate_both_as_one),
+            (MODULE, "attend", attend_with_heads_before_time),
+        ],
+    ),
+    "nnx": Model(
+        lambda: NNXGPT(rngs=nnx.Rngs(0)),
+        """
+        NNXGPT(tokens: int32[batch=2 time=5])
+          block        float32[batch=2 time=5 embed_dim=24]
+            attention  float32[batch=2 time=5 embed_dim=24]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              merge    float32[batch=2 time=5 embed_dim=24]
+        result         float32[batch=2 time=5 vocab_size=11]
+        """,
+        UP_TO_BLOCK,
+        [
+            (NNXAttention, "split", split_without_transpose),
+            (NNXAttention, "merge", merge_with_heads_as_time),
+        ],
+    ),
+    "equinox": Model(
+        equinox,
+        """
+        EquinoxGPT(tokens: int32[time=5])
+          EquinoxBlock        float32[time=5 embed_dim=24]
+            EquinoxAttention  float32[time=5 embed_dim=24]
+              of_heads        float32[time=5 num_heads=6 head_dim=4]
+                attend        float32[time=5 head_dim=4]
+        result                float32[time=5 vocab_size=11]
+        """,
+        UP_TO_BLOCK,
+        [(EquinoxAttention, "of_heads", of_heads_with_heads_first)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_traced(name: str):
+    model = MODELS[name].make()
+
+    assert model(TOKENS).shape == (2, 5, VOCAB)
+    assert f"{shape_trace(model, TOKENS)}\n" == textwrap.dedent(MODELS[name].trace).lstrip()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_proven_for_any_batch_and_length(name: str):
+    proof = prove(MODELS[name].make(), "int32[b t]")
+
+    assert isinstance(proof, Proof)
+    assert [(case.where, case.verdict) for case in proof.cases] == MODELS[name].cases
+    assert proof
+
+
+MISTAKES = [(name, *mistake) for name, model in MODELS.items() for mistake in model.mistakes]
+
+
+@pytest.mark.parametrize(("name", "owner", "part", "wrong"), MISTAKES)
+def test_a_model_with_a_mistake_is_violated(name, owner, part, wrong, monkeypatch):
+    monkeypatch.setattr(owner, part, wrong)
+    proof = prove(MODELS[name].make(), "int32[b t]")
+
+    assert isinstance(proof, Proof)
+    assert not proof
+    assert proof.cases[0].verdict == "violated"
+    assert wrong.__name__ in proof.cases[0].detail

@@ -21,7 +21,7 @@ EACH = list(range(TIME))
 NONE = "none"
 
 
-def hull(program: Callable[..., Any], *others: Any) -> list[list[Any]]:
+def hull(program: Callable[..., Any], *others: Any) -> list[Any]:
     """Return for each element of a vector the first and the last position that it reads."""
     found = reads(program, X, *others, of={0: ("t",)})
     firsts = found.first("t").reshape(-1)
