@@ -6,7 +6,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int8
 
-from jgpt.nn.layers import Linear, along_features
+from jgpt.nn.layers import Linear
 from jgpt.nn.models import LanguageModel, named_parameters
 from jgpt.nn.module import Module
 from jgpt.nn.transformer import GPT
@@ -55,7 +55,7 @@ class Int8Linear(Module):
         y = y.reshape(*x.shape[:-1], self.out_features)
         if self.bias is None:
             return y
-        return y + along_features(self.bias[...], y)
+        return y + jax.lax.broadcast_to_rank(self.bias[...], y.ndim).astype(y.dtype)
 
 
 @typed

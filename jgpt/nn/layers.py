@@ -69,16 +69,8 @@ class Linear(Module):
         y = self.product(x, kernel, self.dtype, self.activation_dtype)
         if self.bias is None:
             return y
-        return y + along_features(self.bias[...], y)
-
-
-@typed
-def along_features(
-    vector: Float[Array, "features"], y: Float[Array, "*rows features"]
-) -> Float[Array, "*leading features"]:
-    """Return a bias or a scale with the rank and the dtype of features that it is applied to."""
-    # Not by NumPy's rules: a float32 bias would widen 16-bit activations.
-    return jax.lax.broadcast_to_rank(vector, y.ndim).astype(y.dtype)
+        # a float32 bias would widen 16-bit activations
+        return y + jax.lax.broadcast_to_rank(self.bias[...], y.ndim).astype(y.dtype)
 
 
 @typed
@@ -164,7 +156,7 @@ class RMSNorm(Module):
         y = rms_norm(x, self.epsilon)
         if self.scale is None:
             return y
-        return y * along_features(self.scale[...], y)
+        return y * jax.lax.broadcast_to_rank(self.scale[...], y.ndim).astype(y.dtype)
 
 
 class LayerNorm(RMSNorm):
@@ -194,7 +186,7 @@ class LayerNorm(RMSNorm):
         y = super().__call__(centred)  # the variance of values with mean 0 is their mean square
         if self.bias is None:
             return y
-        return y + along_features(self.bias[...], y)
+        return y + jax.lax.broadcast_to_rank(self.bias[...], y.ndim).astype(y.dtype)
 
 
 @typed

@@ -71,9 +71,7 @@ class Proof:
 
 
 @overload
-def prove(
-    function: Callable[..., Any], *arrays: str, where: str | Sequence[str] = ()
-) -> Proof: ...
+def prove(function: Callable[..., Any], *arrays: str, where: str | Sequence[str] = ()) -> Proof: ...
 
 
 @overload

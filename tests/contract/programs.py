@@ -24,7 +24,7 @@ from jgpt.data.batch import Batch
 from jgpt.data.mixture import Share
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
-from jgpt.nn import consistency, int8, models
+from jgpt.nn import int8, models
 from jgpt.nn.attention import causal_mask, document_mask, positions_in_documents
 from jgpt.nn.int8 import Int8Linear, quantise
 from jgpt.nn.kernels import attend_windowed, fused_attend
@@ -193,8 +193,6 @@ def transformers() -> None:
     table = model_of(BIGRAM)
     traced(lambda model, tokens: model(tokens), table, TOKENS)
     traced(lambda tokens: anatomy.record_calls(model_of(MODERN), tokens, {}) and None, TOKENS)
-    gpt = model_of(LECTURE)
-    consistency.is_causal(int8.with_int8_weights(gpt), BATCH)
 
 
 TRAIN = TrainConfig(

@@ -29,12 +29,11 @@ from tests.quick import only
 NAMES = with_arrays(jgpt)
 NEW_ANNOTATIONS = new_annotations(jgpt)
 JUDGES = (
-    "jgpt.nn.consistency._difference",
     "jgpt.nn.cache.KVCache.append_tokens",
     "jgpt.nn.cache.LayerCache.positions",
     "jgpt.nn.heads._Attention._normalise_and_rotate",
 )
-"""What may refuse an array first: logits of another vocabulary, a cache of another batch, positions
+"""What may refuse an array first: a cache of another batch, positions
 of other keys."""
 CHECKS = {
     "jgpt.nn.attention.attention_weights",

@@ -2,6 +2,8 @@
 
 They are a model of functions and dataclasses, as Marin's grug; a port of nanoGPT to Flax NNX; and
 a GPT of Equinox, whose modules take one sequence or one token.
+
+PYTEST_DONT_REWRITE: an `assert` that pytest has rewritten asks a size for its text.
 """
 
 import dataclasses
@@ -203,8 +205,9 @@ class NNXGPT(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time {self.vocab_size}"]:
-        assert tokens.shape[1] <= self.block_size, "the block is shorter"
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        time = tokens.shape[1]
+        assert time <= self.block_size, f"{time} tokens are longer than the block"
+        x = self.tokens(tokens) + self.positions(jnp.arange(time))
         return self.tokens.attend(self.norm(self.block(x)))
 
 

@@ -104,16 +104,28 @@ def test_a_special_token_begins_and_ends_a_text_for_other_programs(tmp_path):
             assert again.encode(name).tolist() == [token]
 
 
-def test_a_model_with_changed_parts_is_not_exported(model, tmp_path):
+def test_a_model_that_computes_something_else_is_not_exported(model, tmp_path):
     class Shifted(jgpt.FeedForward):
         def __call__(self, x, *, rngs=None):
             return super().__call__(x, rngs=rngs) + 1
 
-    model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
+    class Named(jgpt.GPT):
+        """Another name, and the same numbers."""
 
-    with pytest.raises(ValueError, match=r"can't be exported: blocks\.1\.feed_forward overrid"):
-        jgpt.save_hf(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    named = Named(model.config, rngs=nnx.Rngs(0))
+    nnx.update(named, nnx.state(model))
+    jgpt.save_hf(named, tmp_path / "named")
+
+    plain = model.blocks[1].feed_forward
+    model.blocks[1].feed_forward = Shifted(model.config, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="can't be exported: it computes something else"):
+        jgpt.save_hf(model, tmp_path / "shifted")
+    wider = dataclasses.replace(model.config, hidden_dim=37)
+    model.blocks[1].feed_forward = jgpt.FeedForward(wider, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="can't be exported: it has other parameters"):
+        jgpt.save_hf(model, tmp_path / "wider")
+    model.blocks[1].feed_forward = plain
+    jgpt.save_hf(model, tmp_path / "plain")
 
 
 # what is written
