@@ -588,6 +588,13 @@ def always_refused(x):
     raise ValueError(f"{x.shape[0]} rows")
 
 
+@jgpt.typed
+def wrong_einsum_from_5(x: Float[Array, "batch features"]) -> Float[Array, "batch"]:
+    if x.shape[0] > 4:
+        return jnp.einsum("bf,f->b", x, jnp.ones(7))
+    return x.sum(axis=1)
+
+
 def asserted(x):
     assert x.shape[0] <= 8, f"{x.shape[0]} rows are more than 8"
     return x
@@ -599,6 +606,7 @@ def test_other_verdicts():
     of_loop = only_case(prove(as_many_arrays_as_rows, "float32[b]"))
     refused = prove(always_refused, "float32[b]")
     of_assertion = prove(asserted, "float32[b]")
+    of_library = prove(wrong_einsum_from_5, "float32[b 8]")
 
     assert of_result.verdict == "violated"
     assert of_result.where == ()
@@ -609,6 +617,8 @@ def test_other_verdicts():
     assert not refused
     assert of_assertion
     assert [case.verdict for case in of_assertion.cases] == ["proven", "rejected"]
+    # What a library raises is no refusal of the program's.
+    assert [case.verdict for case in of_library.cases] == ["proven", "open"]
 
 
 def test_sizes_that_differ_are_told_from_sizes_that_can_t_be_shown_to_be_equal():

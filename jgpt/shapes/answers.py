@@ -25,7 +25,19 @@ from jgpt.shapes.matching import AnyFloat
 from jgpt.shapes.sizes import Size, is_open
 
 LIBRARIES = frozenset(
-    {"jax", "jaxlib", "flax", "optax", "jaxtyping", "beartype", "equinox", "einops"}
+    {
+        "_pytest",  # it formats what an `assert` compares
+        "beartype",
+        "chex",
+        "einops",
+        "equinox",
+        "flax",
+        "jax",
+        "jaxlib",
+        "jaxtyping",
+        "opt_einsum",
+        "optax",
+    }
 )
 """Packages that branch on a size for speed and not to compute something else."""
 _FOR_THEIR_CALLER = frozenset({"__hash__", "__str__", "__repr__", "__format__", "__eq__", "__ne__"})

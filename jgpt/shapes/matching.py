@@ -386,20 +386,27 @@ def _other_size(name: str, size: Any, known: Any) -> str:
 
 def _does_not_equal(size: Any, other: Any) -> str:
     """Return these words, or weaker ones for symbolic sizes that may be equal for some numbers."""
-    import jax
-
     pairs = [(size, other)]
     if isinstance(size, tuple) and len(size) == len(other):
         pairs = list(zip(size, other, strict=True))
-    may_be_equal = True
-    for one, another in pairs:
-        if one == another:
+    are_different = any(one != another and _differ(one, another) for one, another in pairs)
+    return "does not equal" if are_different else "can't be shown to equal"
+
+
+def _differ(size: Any, other: Any) -> bool:
+    """Return whether two sizes that aren't equal are so for all numbers."""
+    import jax
+
+    if not jax.export.is_symbolic_dim(size) and not jax.export.is_symbolic_dim(other):
+        return True
+    difference = size - other
+    for signed in (difference, -difference):
+        try:
+            if signed >= 1:
+                return True
+        except jax.errors.InconclusiveDimensionOperation:  # for some numbers, and not for others
             continue
-        is_symbolic = jax.export.is_symbolic_dim(one) or jax.export.is_symbolic_dim(another)
-        # The symbols of `t + 1` and `t` cancel.
-        if not is_symbolic or not jax.export.is_symbolic_dim(one - another):
-            may_be_equal = False
-    return "can't be shown to equal" if may_be_equal else "does not equal"
+    return False
 
 
 def _size(word: str) -> Any:
