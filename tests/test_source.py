@@ -200,6 +200,22 @@ def test_a_tree_of_many_arrays_is_counted():
     assert lines[2].endswith("| many: 5 arrays")
 
 
+def test_a_line_with_many_shapes_prints_the_first_ones():
+    def shrinks(x: Any) -> Any:
+        rows, x = x, x[1:]
+        while x.shape[0] > 1:
+            rows, x = x, x[1:]
+        return rows
+
+    source = annotated_source(shrinks, "float32[b 8]")
+    assert " ".join(str(source).splitlines()[4].split()) == (
+        "rows, x = x, x[1:] | rows: float32[100 8]; x: float32[99 8]; rows: float32[99 8]; "
+        "x: float32[98 8]; rows: float32[98 8]; x: float32[97 8]; rows: float32[97 8]; "
+        "x: float32[96 8]; rows: 95 more; x: 95 more"
+    )
+    assert len(source.functions[0].lines[3].values) == 198
+
+
 def test_a_file_that_was_changed_is_read_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -138,6 +138,5 @@ def _function_as_data(function: FunctionSource) -> dict[str, Any]:
         file = Path(file).name
     lines = []
     for line in function.lines:
-        shapes = "; ".join(str(value) for value in line.values)
-        lines.append([line.number, line.text, shapes, line.is_reached])
+        lines.append([line.number, line.text, function.margin(line), line.is_reached])
     return {"file": file, "name": function.name, "lines": lines}

@@ -30,6 +30,8 @@ from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
 
 MOST_LEAVES = 4
 """The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
+MOST_SHAPES = 4
+"""The limit of the shapes that are printed for one name beside a line."""
 MARGIN = 88
 """The column where shapes begin, unless the source's lines are shorter."""
 _SIZES = (
@@ -116,6 +118,28 @@ class FunctionSource:
     path: str = ""
     """The file's whole path, or the name of what isn't on disk. `file` is short, to be read."""
 
+    def margin(self, line: SourceLine) -> str:
+        """Return the values of a line in one text; `x 3` is how often it has set one."""
+        texts = []
+        shapes_of_names: dict[str, int] = {}
+        for value in line.values:
+            shapes = shapes_of_names.get(value.name, 0) + 1
+            shapes_of_names[value.name] = shapes
+            # A loop over a size may set as many shapes as the size is.
+            if shapes > MOST_SHAPES:
+                continue
+            text = str(value)
+            # A call's own number is in the heading.
+            if value.times not in (1, self.calls):
+                if value.statistics:
+                    text += ","
+                text += f" x {value.times}"
+            texts.append(text)
+        for name, shapes in shapes_of_names.items():
+            if shapes > MOST_SHAPES:
+                texts.append(f"{name}: {shapes - MOST_SHAPES} more")
+        return "; ".join(texts)
+
 
 @dataclass(frozen=True)
 class AnnotatedSource:
@@ -160,7 +184,7 @@ class AnnotatedSource:
             longest = max(len(line.text) for line in function.lines)
             width = min(longest, MARGIN)
             for line in function.lines:
-                text = _with_margin(line, width, function.calls)
+                text = _with_margin(function, line, width)
                 lines.append((text, _kind(line)))
         # The error is the last line in a terminal, as that of a traceback is.
         remarks: list[tuple[str | None, Kind]] = [
@@ -227,24 +251,13 @@ def _kind(line: SourceLine) -> Kind:
     return "reached"
 
 
-def _with_margin(line: SourceLine, width: int, calls: int) -> str:
-    if line.has_failed and not line.values:
-        return f"{line.text:<{width}} !"
-    if not line.values:
-        return line.text
-    values = []
-    for value in line.values:
-        text = str(value)
-        # A call's own number is in the heading.
-        if value.times not in (1, calls):
-            if value.statistics:
-                text += ","
-            text += f" x {value.times}"
-        values.append(text)
+def _with_margin(function: FunctionSource, line: SourceLine, width: int) -> str:
     mark = "|"
     if line.has_failed or line.is_not_finite:
         mark = "!"
-    return f"{line.text:<{width}} {mark} {'; '.join(values)}"
+    if not line.values and not line.has_failed:
+        return line.text
+    return f"{line.text:<{width}} {mark} {function.margin(line)}".rstrip()
 
 
 # --- public --------------------------------------------------------------------------------------
