@@ -189,6 +189,49 @@ def test_recursion_and_generators():
     assert shown(source)["down"][-1] == "return down(x[1:]) | return: float32[1 2]"
 
 
+def repeated(x: Any) -> Any:
+    for part in (x, x[0]):
+        y = part
+    while x.shape[1] < 9:
+        x = jnp.concatenate(
+            [x, x],
+            axis=1,
+        )
+    with jax.named_scope("a"):
+        for row in rows_of(x):
+            y = row
+    return y
+
+
+def rows_of(x: Any) -> Any:
+    for row in (x[0], x[1]):
+        part = row + 1
+        yield part
+
+
+def test_a_line_is_counted_once_for_each_time_that_it_sets_a_name():
+    source = annotated_source(repeated, "float32[b 3]")
+
+    found = {}
+    for function in source.functions:
+        for line in function.lines:
+            if line.values:
+                found[line.text.strip()] = [(str(value), value.times) for value in line.values]
+    assert found == {
+        "def repeated(x: Any) -> Any:": [("x: float32[b 3]", 1)],
+        "for part in (x, x[0]):": [("part: float32[b 3]", 1), ("part: float32[3]", 1)],
+        "y = part": [("y: float32[b 3]", 1), ("y: float32[3]", 1)],
+        "x = jnp.concatenate(": [("x: float32[b 6]", 1), ("x: float32[b 12]", 1)],
+        "for row in rows_of(x):": [("row: float32[12]", 2)],
+        "y = row": [("y: float32[12]", 2)],
+        "return y": [("return: float32[12]", 1)],
+        "def rows_of(x: Any) -> Any:": [("x: float32[b 12]", 1)],
+        "for row in (x[0], x[1]):": [("row: float32[12]", 2)],
+        "part = row + 1": [("part: float32[12]", 2)],
+        "yield part": [("return: float32[12]", 2)],
+    }
+
+
 def test_a_tree_of_many_arrays_is_counted():
     def trees(x):
         few = {"a": x, "b": [x, (x, x)], "c": 1}

@@ -98,7 +98,7 @@ def _parts_at_points(values: Sequence[Any]) -> Iterable[tuple[str, ...]]:
 
 def _name(values: Sequence[Any], names: Mapping[tuple[str, ...], set[str]]) -> Any:
     """Return the value of a leaf at the first point, with the one expression for each open size."""
-    if len(set(values)) == 1:
+    if values.count(values[0]) == len(values):
         return values[0]
     text = ""
     for parts in _parts_at_points(values):
