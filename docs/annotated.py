@@ -31,8 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ONE_PAGE = ROOT / "docs" / "one_page_gpt.py"
 SYMBOLS = sizes_to_trace(32)
 """The sizes of the batch and of the length: what differs between them is named by the symbols."""
-MOST_VALUES = 5
-"""Beside a line. Those of an optimizer's function are as many as the parameters have shapes."""
 
 LESSONS = {
     "causal_mask": "02_averaging_the_past",
@@ -200,26 +198,12 @@ def annotated_file(path: Path, link: Callable[[str], str]) -> str:
         kind = "line"
         if number in annotated:
             function, line = annotated[number]
-            margin = _margin(function, line)
+            if line.values:
+                margin = f'<span class="shape">{html.escape(function.margin(line))}</span>'
             if not line.is_reached:
                 kind = "line not-reached"
         rows.append(f'<div class="{kind}"><code>{text or " "}</code>{margin}</div>')
     return f'<div class="highlight annotated">{"".join(rows)}</div>'
-
-
-def _margin(function: FunctionSource, line: SourceLine) -> str:
-    values = []
-    for value in line.values:
-        text = str(value)
-        # A call's own number is that of every line.
-        if value.times not in (1, function.calls):
-            text += f" x {value.times}"
-        values.append(text)
-    if not values:
-        return ""
-    if len(values) > MOST_VALUES:
-        values[MOST_VALUES:] = ["..."]
-    return f'<span class="shape">{html.escape("; ".join(values))}</span>'
 
 
 def _names_defined(tree: ast.Module) -> dict[int, str]:

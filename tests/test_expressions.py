@@ -63,6 +63,15 @@ def test_a_size_without_an_expression_has_no_name():
     assert name_sizes(smaller, {"t": (101, 103, 50, 91)}).tree == ["?"]
 
 
+def test_sizes_in_texts_have_names_and_other_words_are_other_parts():
+    symbols = {"t": (101, 103, 50, 91)}
+    trees = ([f"{t} arrays of float32, not ({t + 1}, 8)"] for t in symbols["t"])
+    assert name_sizes(trees, symbols).tree == ["t arrays of float32, not (t+1, 8)"]
+
+    trees = ([f"{t / 100} of {t}"] for t in symbols["t"])
+    assert name_sizes(trees, symbols) == (["1.01 of 101"], [1])
+
+
 @pytest.mark.parametrize("block_size", range(2, 10))
 def test_small_block_sizes_have_the_right_names(block_size):
     symbols = sizes_to_trace(block_size)

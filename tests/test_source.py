@@ -189,6 +189,49 @@ def test_recursion_and_generators():
     assert shown(source)["down"][-1] == "return down(x[1:]) | return: float32[1 2]"
 
 
+def repeated(x: Any) -> Any:
+    for part in (x, x[0]):
+        y = part
+    while x.shape[1] < 9:
+        x = jnp.concatenate(
+            [x, x],
+            axis=1,
+        )
+    with jax.named_scope("a"):
+        for row in rows_of(x):
+            y = row
+    return y
+
+
+def rows_of(x: Any) -> Any:
+    for row in (x[0], x[1]):
+        part = row + 1
+        yield part
+
+
+def test_a_line_is_counted_once_for_each_time_that_it_sets_a_name():
+    source = annotated_source(repeated, "float32[b 3]")
+
+    found = {}
+    for function in source.functions:
+        for line in function.lines:
+            if line.values:
+                found[line.text.strip()] = [(str(value), value.times) for value in line.values]
+    assert found == {
+        "def repeated(x: Any) -> Any:": [("x: float32[b 3]", 1)],
+        "for part in (x, x[0]):": [("part: float32[b 3]", 1), ("part: float32[3]", 1)],
+        "y = part": [("y: float32[b 3]", 1), ("y: float32[3]", 1)],
+        "x = jnp.concatenate(": [("x: float32[b 6]", 1), ("x: float32[b 12]", 1)],
+        "for row in rows_of(x):": [("row: float32[12]", 2)],
+        "y = row": [("y: float32[12]", 2)],
+        "return y": [("return: float32[12]", 1)],
+        "def rows_of(x: Any) -> Any:": [("x: float32[b 12]", 1)],
+        "for row in (x[0], x[1]):": [("row: float32[12]", 2)],
+        "part = row + 1": [("part: float32[12]", 2)],
+        "yield part": [("return: float32[12]", 2)],
+    }
+
+
 def test_a_tree_of_many_arrays_is_counted():
     def trees(x):
         few = {"a": x, "b": [x, (x, x)], "c": 1}
@@ -198,6 +241,22 @@ def test_a_tree_of_many_arrays_is_counted():
     lines = shown(annotated_source(trees, "float32[b]"))["trees"]
     assert lines[1].endswith("| few: (float32[b], float32[b], float32[b], float32[b])")
     assert lines[2].endswith("| many: 5 arrays")
+
+
+def test_a_line_with_many_shapes_prints_the_first_ones():
+    def shrinks(x: Any) -> Any:
+        rows, x = x, x[1:]
+        while x.shape[0] > 1:
+            rows, x = x, x[1:]
+        return rows
+
+    source = annotated_source(shrinks, "float32[b 8]")
+    assert " ".join(str(source).splitlines()[4].split()) == (
+        "rows, x = x, x[1:] | rows: float32[100 8]; x: float32[99 8]; rows: float32[99 8]; "
+        "x: float32[98 8]; rows: float32[98 8]; x: float32[97 8]; rows: float32[97 8]; "
+        "x: float32[96 8]; rows: 95 more; x: 95 more"
+    )
+    assert len(source.functions[0].lines[3].values) == 198
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from jgpt.shapes.edits import edit
 from jgpt.shapes.source import (
     AnnotatedSource,
     FunctionSource,
-    MadeAt,
+    Line,
     folders_of,
     lines_of_arrays,
     source_of_calls,
@@ -89,7 +89,7 @@ def _source_of(model: Any, time: int, folders: frozenset[str]) -> AnnotatedSourc
     return source_of_calls(calls, symbols, folders)
 
 
-def _as_data(made: dict[Place, MadeAt], source: AnnotatedSource) -> dict[str, Any]:
+def _as_data(made: dict[Place, list[Line]], source: AnnotatedSource) -> dict[str, Any]:
     """Return the functions that make arrays, and the lines by their index, as plain data."""
     functions: list[dict[str, Any]] = []
     index_of: dict[tuple[str, int], int] = {}
@@ -106,16 +106,11 @@ def _as_data(made: dict[Place, MadeAt], source: AnnotatedSource) -> dict[str, An
         return [index_of[identity], number]
 
     arrays = []
-    for (path, name), at in made.items():
-        line = line_of(at.path, at.line)
-        if line is None:
-            continue
-        callers = []
-        for caller in at.callers:
-            found = line_of(*caller)
-            if found is not None:
-                callers.append(found)
-        arrays.append([path, name, line, callers])
+    for (path, name), (maker, *callers) in made.items():
+        line = line_of(*maker)
+        if line is not None:
+            shown = [line_of(*caller) for caller in callers]
+            arrays.append([path, name, line, list(filter(None, shown))])
     return {"functions": functions, "arrays": arrays}
 
 
@@ -138,6 +133,5 @@ def _function_as_data(function: FunctionSource) -> dict[str, Any]:
         file = Path(file).name
     lines = []
     for line in function.lines:
-        shapes = "; ".join(str(value) for value in line.values)
-        lines.append([line.number, line.text, shapes, line.is_reached])
+        lines.append([line.number, line.text, function.margin(line), line.is_reached])
     return {"file": file, "name": function.name, "lines": lines}

@@ -1,24 +1,24 @@
 """The source of a call, with the shapes of the arrays that each line sets or returns."""
 
 import ast
+import bisect
 import dataclasses
 import functools
 import html
 import inspect
 import itertools
 import linecache
-import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import TypeCheckError
+from jaxtyping import Array, Shaped, TypeCheckError
 
 from jgpt.shapes.calls import TypedCall, is_nnx, watching
 from jgpt.shapes.contract import typed
@@ -30,23 +30,29 @@ from jgpt.shapes.values import Statistics, describe_statistics, statistics_of
 
 MOST_LEAVES = 4
 """The limit of the arrays in a tuple, list or dict whose shapes are shown one by one."""
+MOST_SHAPES = 4
+"""The limit of the shapes that are printed for one name beside a line."""
 MARGIN = 88
 """The column where shapes begin, unless the source's lines are shorter."""
-_SIZES = (
+_NUMBERS = (
     (101, 103, 50, 91),
     (211, 216, 105, 191),
     (307, 315, 153, 277),
     (401, 412, 200, 361),
     (503, 517, 251, 453),
 )
-"""The sizes of each symbol in texts, at each point: the first are near each other, since a function
-may do something else at a half."""
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
-"""The fields of a statement that have other statements."""
-_ARRAYS = (jax.Array, np.ndarray)
+"""The numbers of each open size, at each point: the first are near each other, since a function may
+do something else at a half."""
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""What a statement may have inside it that is executed for itself."""
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Expressions with variables of their own, which from Python 3.12 on are among the function's."""
+_ANY = Shaped[Array, "..."]
+"""The annotation of an array whose dimensions have no names."""
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
+Line = tuple[str, int]
+"""The path and the number of a line."""
 Kind = Literal["heading", "reached", "not reached", "failed", "not finite"]
 _STYLES: dict[Kind, str] = {
     "heading": "font-weight:bold",
@@ -69,26 +75,15 @@ class LineValue:
     """With values, the statistics of each array for each time. None inside a transformation."""
 
     def __str__(self) -> str:
-        texts = []
-        for position, shape in enumerate(self.shapes):
-            text = str(shape)
-            statistics = self._statistics_of(position)
-            if statistics:
-                text += f" {describe_statistics(statistics)}"
-            texts.append(text)
+        texts = list(map(str, self.shapes))
+        for position, of_array in enumerate(zip(*self.statistics, strict=True)):
+            known = [statistics for statistics in of_array if statistics is not None]
+            if known:
+                texts[position] += f" {describe_statistics(known)}"
         text = ", ".join(texts)
-        if len(self.shapes) > 1:
+        if len(texts) > 1:
             text = f"({text})"
         return f"{self.name}: {text}"
-
-    def _statistics_of(self, position: int) -> list[Statistics]:
-        """Return the statistics of one of the arrays, for each time that has some."""
-        found = []
-        for arrays in self.statistics:
-            statistics = arrays[position]
-            if statistics is not None:
-                found.append(statistics)
-        return found
 
 
 @dataclass(frozen=True)
@@ -116,6 +111,28 @@ class FunctionSource:
     path: str = ""
     """The file's whole path, or the name of what isn't on disk. `file` is short, to be read."""
 
+    def margin(self, line: SourceLine) -> str:
+        """Return the values of a line in one text; `x 3` is how often it has set one."""
+        texts = []
+        shapes_of_names: dict[str, int] = {}
+        for value in line.values:
+            shapes = shapes_of_names.get(value.name, 0) + 1
+            shapes_of_names[value.name] = shapes
+            # A loop over a size may set as many shapes as the size is.
+            if shapes > MOST_SHAPES:
+                continue
+            text = str(value)
+            # A call's own number is in the heading.
+            if value.times not in (1, self.calls):
+                if value.statistics:
+                    text += ","
+                text += f" x {value.times}"
+            texts.append(text)
+        for name, shapes in shapes_of_names.items():
+            if shapes > MOST_SHAPES:
+                texts.append(f"{name}: {shapes - MOST_SHAPES} more")
+        return "; ".join(texts)
+
 
 @dataclass(frozen=True)
 class AnnotatedSource:
@@ -129,8 +146,8 @@ class AnnotatedSource:
     """A remark about the sizes, in one line."""
     reason: str | None = None
     """What a typed function was given or has returned, in one line, if it has rejected that."""
-    error_place: tuple[str, int] | None = None
-    """The path and the line that failed, if it is in a function that is shown."""
+    error_place: Line | None = None
+    """The line that failed, if it is in a function that is shown."""
 
     def of(self, text: str) -> "AnnotatedSource":
         """Return the functions whose name, or the name of whose file, contains a text.
@@ -160,18 +177,14 @@ class AnnotatedSource:
             longest = max(len(line.text) for line in function.lines)
             width = min(longest, MARGIN)
             for line in function.lines:
-                text = _with_margin(line, width, function.calls)
+                text = _with_margin(function, line, width)
                 lines.append((text, _kind(line)))
+        if self.note is not None:
+            lines.extend([("", "reached"), (self.note, "reached")])
         # The error is the last line in a terminal, as that of a traceback is.
-        remarks: list[tuple[str | None, Kind]] = [
-            (self.note, "reached"),
-            (self.reason, "failed"),
-            (self.error, "failed"),
-        ]
-        for remark, kind in remarks:
+        for remark in (self.reason, self.error):
             if remark is not None:
-                lines.append(("", "reached"))
-                lines.append((remark, kind))
+                lines.extend([("", "reached"), (remark, "failed")])
         return lines
 
     def __str__(self) -> str:
@@ -200,16 +213,6 @@ class AnnotatedSource:
         }
 
 
-@dataclass(frozen=True)
-class MadeAt:
-    """The line that made an array, and the lines that called its function, the nearest first."""
-
-    path: str
-    line: int
-    callers: tuple[tuple[str, int], ...]
-    """Paths and lines, of the functions that are shown."""
-
-
 def _heading(function: FunctionSource) -> str:
     heading = f"{function.file}: {function.name}"
     if function.calls > 1:
@@ -227,24 +230,13 @@ def _kind(line: SourceLine) -> Kind:
     return "reached"
 
 
-def _with_margin(line: SourceLine, width: int, calls: int) -> str:
-    if line.has_failed and not line.values:
-        return f"{line.text:<{width}} !"
-    if not line.values:
-        return line.text
-    values = []
-    for value in line.values:
-        text = str(value)
-        # A call's own number is in the heading.
-        if value.times not in (1, calls):
-            if value.statistics:
-                text += ","
-            text += f" x {value.times}"
-        values.append(text)
+def _with_margin(function: FunctionSource, line: SourceLine, width: int) -> str:
     mark = "|"
     if line.has_failed or line.is_not_finite:
         mark = "!"
-    return f"{line.text:<{width}} {mark} {'; '.join(values)}"
+    if not line.values and not line.has_failed:
+        return line.text
+    return f"{line.text:<{width}} {mark} {function.margin(line)}".rstrip()
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -272,20 +264,21 @@ def annotated_source(
     with NaN or inf is marked. A line with -inf alone is not, since a mask sets scores to -inf.
     `arrays` must then be arrays.
     """
+    folders = folders_of(function)
     if values:
-        source = _source_with_values(function, arrays)
+        for leaf in jax.tree.leaves(arrays):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+                what = describe_value(leaf)
+                raise ValueError(f"values=True needs arrays with values, not {what}")
+        recording = _record(function, arrays, folders, has_values=True)
+        source = _annotated(recording, recording.sized, recording.note)
     else:
-        source = _source_with_shapes(function, arrays)
+        symbols = _open_sizes(arrays)
+        calls = ((function, arguments) for arguments in _arguments_at_points(arrays, symbols))
+        source = source_of_calls(calls, symbols, folders)
     if of is None:
         return source
     return source.of(of)
-
-
-def _source_with_shapes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> AnnotatedSource:
-    symbols = _open_sizes(arrays)
-    arguments_at_points = _arguments_at_points(arrays, symbols)
-    calls = ((function, arguments) for arguments in arguments_at_points)
-    return source_of_calls(calls, symbols, folders_of(function))
 
 
 def source_of_calls(
@@ -298,20 +291,11 @@ def source_of_calls(
     A call is a function and its arguments; there is one for each of the sizes of `symbols`, and
     only those that are needed are traced. `folders` are those of the functions that are shown.
     """
-    recordings: list[_Recording] = []
-
     # A generator, since `name_sizes` takes further traces only until each size has a name.
-    def trees() -> Iterator[dict[Any, tuple[Shape, ...]]]:
-        for function, arguments in calls:
-            recording = _record(function, arguments, folders)
-            recordings.append(recording)
-            yield _tree_of_records(recording.records)
-
-    named, other_points = name_sizes(trees(), symbols)
-    first = recordings[0]
-    records = []
-    for record, shapes in zip(first.records, named.values(), strict=True):
-        records.append(dataclasses.replace(record, shapes=shapes))
+    recordings = (_record(*call, folders) for call in calls)
+    first = next(recordings)
+    others = (recording.sized for recording in recordings)
+    named, other_points = name_sizes(itertools.chain([first.sized], others), symbols)
     note = None
     if other_points:
         # The second point is the nearest to the first: if the lines differ there, no size has a
@@ -319,73 +303,109 @@ def source_of_calls(
         extent = "near"
         if 1 in other_points:
             extent = "for"
-        sizes = _numbers_text(_sizes_at(0, symbols))
-        note = f"The lines depend on the sizes; these are the shapes {extent} {sizes}."
-    return _annotated(first, records, note)
+        sizes = {name: numbers[0] for name, numbers in symbols.items()}
+        note = f"The lines depend on the sizes; these are the shapes {extent} {_text_of(sizes)}."
+    return _annotated(first, named, note)
 
 
 def lines_of_arrays(
     function: Callable[..., Mapping[Any, Any]],
     arguments: tuple[Any, ...],
     folders: frozenset[str],
-) -> dict[Any, MadeAt]:
-    """Return the line that made each of the arrays that a function returns, by their keys.
+) -> dict[Any, list[Line]]:
+    """Return the line that made each of the arrays that a function returns, by their keys, followed
+    by the lines that called its function, the nearest first.
 
     It is the first line in `folders` that set or returned the array; for one that was only passed
     on, such as the sum in `norm(x + y)`, it is the line of that call. Nothing is computed.
     """
-    recording = _Recording(folders, keeps_arrays=True)
-    found: dict[Any, MadeAt] = {}
+    arrays: dict[Any, Any] = {}
 
+    # The arrays that lines have set exist only inside the trace.
     def traced(*arguments: Any) -> None:
-        # Inside the trace, where the arrays are those that the lines have set.
-        for key, array in function(*arguments).items():
-            made = recording.made.get(id(array))
-            if made is not None:
-                found[key] = made
+        arrays.update(function(*arguments))
 
-    _fill(recording, traced, arguments)
+    recording = _record(traced, arguments, folders)
+    found = {}
+    for key, array in arrays.items():
+        if id(array) in recording.made:
+            _, found[key] = recording.made[id(array)]
     return found
 
 
-def _source_with_values(function: Callable[..., Any], arrays: tuple[Any, ...]) -> AnnotatedSource:
-    for leaf in jax.tree.leaves(arrays):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
-            raise ValueError(f"values=True needs arrays with values, not {describe_value(leaf)}")
-    folders = folders_of(function)
-    recording = _record(function, arrays, folders, has_values=True)
-    note = None
-    if recording.not_finite is not None:
-        place, _, name = recording.not_finite
-        function_name = place.name.rpartition("<locals>.")[2]
-        note = f"{name} in {function_name} is the first array that is not finite"
-    return _annotated(recording, recording.records, note)
-
-
-def _annotated(
-    recording: "_Recording", records: "list[_Record]", note: str | None
-) -> AnnotatedSource:
-    """Return the source of a call, whose records may have names for open sizes."""
+def _annotated(recording: "_Recording", sized: "_Sized", note: str | None) -> AnnotatedSource:
+    """Return the source of a call, whose sizes may have names."""
     functions = []
-    for place in recording.calls:
-        function = _function_source(place, records, recording)
-        has_values = any(line.values for line in function.lines)
-        if has_values or _has_failed(function):
-            functions.append(function)
+    for function in recording.functions.values():
+        if function is not None:
+            source = _function_source(function, sized.records, recording)
+            has_values = any(line.values for line in source.lines)
+            if has_values or _has_failed(source):
+                functions.append(source)
     if not functions and recording.error is None:
         raise ValueError("no line sets an array: lambdas and code without source have no lines")
     functions.sort(key=_has_failed)  # what has failed is printed last, just above the error
-    error = _text_of(records, "error")
-    reason = _text_of(records, "reason")
     error_place = None
     if recording.failed is not None:
         place, line = recording.failed
         error_place = (place.file, line)
-    return AnnotatedSource(tuple(functions), error, note, reason, error_place)
+    return AnnotatedSource(tuple(functions), sized.error, note, sized.reason, error_place)
 
 
 def _has_failed(function: FunctionSource) -> bool:
-    return any(line.has_failed for line in function.lines)
+    return function.lines[-1].has_failed
+
+
+def _function_source(
+    function: "_Function", records: "list[_Record]", recording: "_Recording"
+) -> FunctionSource:
+    place = function.place
+    values = _values_of_lines(place, records)
+    lines = []
+    for number in range(function.first, function.last + 1):
+        line = SourceLine(
+            number,
+            linecache.getline(place.file, number).rstrip("\n"),
+            tuple(values.get(number, ())),
+            is_reached=function.is_reached(number),
+            has_failed=recording.failed == (place, number),
+            is_not_finite=recording.not_finite == (place, number),
+        )
+        lines.append(line)
+        if line.has_failed:  # what is below hasn't run
+            break
+    return FunctionSource(_short(place.file), place.name, function.calls, tuple(lines), place.file)
+
+
+def _values_of_lines(place: "_Place", records: "list[_Record]") -> dict[int, list[LineValue]]:
+    """Return the values of each line of a function; records with the same shapes are one value."""
+    records_alike: dict[tuple[int, str, tuple[Shape, ...]], list[_Record]] = {}
+    for record in records:
+        if record.place == place:
+            key = (record.line, record.name, record.shapes)
+            records_alike.setdefault(key, []).append(record)
+    values: dict[int, list[LineValue]] = {}
+    for (line, name, shapes), alike in records_alike.items():
+        statistics = tuple(record.statistics for record in alike if record.statistics)
+        values.setdefault(line, []).append(LineValue(name, shapes, len(alike), statistics))
+    return values
+
+
+def _short(file: str) -> str:
+    """Return a file's path in the working directory, or in the folder that it is imported from."""
+    path = Path(file)
+    # Jupyter names a cell like a file in a temporary folder, with a number that differs each time.
+    if path.parent.name.startswith("ipykernel_"):
+        return "cell"
+    paths = [path]
+    for folder in (Path.cwd(), *sys.path):
+        if path.is_relative_to(folder):
+            paths.append(path.relative_to(folder))
+    shortest = min(paths, key=lambda path: len(path.parts))
+    return str(shortest)
+
+
+# --- trees ---------------------------------------------------------------------------------------
 
 
 def annotated_tree(function: Callable[..., Any], *arrays: Any) -> ShapeTrace:
@@ -411,17 +431,12 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
         results: list[Any] = []
 
         # `trace_calls` returns no result, and the tree of the call shows it.
-        def call(*arguments: Any) -> Any:
-            result = function(*arguments)
-            results.append(result)
-            return result
-
-        def ignore(*_: Any) -> None:
-            """Do nothing: `on_call` is for pictures, which draw the values."""
+        def call(*arguments: Any) -> None:
+            results.append(function(*arguments))
 
         call.__name__ = getattr(function, "__name__", type(function).__name__)
         try:
-            tree = trace_calls(call, ignore, *arguments)
+            tree = trace_calls(call, lambda *_: None, *arguments)
         except ValueError:
             if not results:  # the function has raised it
                 raise
@@ -429,8 +444,8 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
         if not tree.results:
             tree.results = list(_shapes(None, results[0]))
         if not tree.arguments:
-            names = parameter_names(function, len(arguments))
-            for name, argument in zip(names, arguments, strict=True):
+            bound = inspect.signature(function).bind(*arguments)
+            for name, argument in bound.arguments.items():
                 tree.arguments[name] = list(_shapes(None, argument))
         trees.append(tree)
 
@@ -439,18 +454,11 @@ def _tree_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> S
     return trees[0]
 
 
-def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first parameters of a function."""
-    parameters = inspect.signature(function).parameters
-    names = list(parameters)[:count]
-    for position in range(len(names), count):  # those of `*arrays` have none
-        number = position + 1
-        names.append(f"argument {number}")
-    return names
+# --- open sizes ----------------------------------------------------------------------------------
 
 
 def _open_sizes(arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of each name in the texts among some arrays."""
+    """Return the numbers of each name in the texts among some arrays."""
     symbols: dict[str, tuple[int, ...]] = {}
     for array in arrays:
         if not isinstance(array, str):
@@ -459,35 +467,20 @@ def _open_sizes(arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         for name in names_in(dimensions):
             if name in symbols:
                 continue
-            if len(symbols) == len(_SIZES):
-                raise ValueError(f"{array!r}: at most {len(_SIZES)} names are open sizes")
-            symbols[name] = _SIZES[len(symbols)]
+            if len(symbols) == len(_NUMBERS):
+                raise ValueError(f"{array!r}: at most {len(_NUMBERS)} names are open sizes")
+            symbols[name] = _NUMBERS[len(symbols)]
     return symbols
 
 
 def _arguments_at_points(
     arrays: Sequence[Any], symbols: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments with each of the sizes of the symbols."""
-    points = 1
-    if symbols:
-        points = len(_SIZES[0])
-    for point in range(points):
-        sizes = _sizes_at(point, symbols)
-        arguments = [_array(array, sizes) for array in arrays]
-        yield tuple(arguments)
-
-
-def _sizes_at(point: int, symbols: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    return {name: numbers[point] for name, numbers in symbols.items()}
-
-
-def _numbers_text(sizes: Mapping[str, int]) -> str:
-    """Return the sizes as a text such as `b=101, t=103`."""
-    texts = []
-    for name, number in sizes.items():
-        texts.append(f"{name}={number}")
-    return ", ".join(texts)
+    """Yield the arguments with each of the numbers of the symbols."""
+    points = list(zip(*symbols.values(), strict=True)) or [()]
+    for numbers in points:
+        sizes = dict(zip(symbols, numbers, strict=True))
+        yield tuple(_array(array, sizes) for array in arrays)
 
 
 def _array(array: Any, sizes: Mapping[str, int]) -> Any:
@@ -499,10 +492,17 @@ def _array(array: Any, sizes: Mapping[str, int]) -> Any:
     for size in dimensions.split():
         number = evaluate_size(size, sizes)
         if number < 0:  # such as `t-200`, where t is 101
-            numbers = _numbers_text(sizes)
-            raise ValueError(f"{array!r}: {size} is {number} for {numbers}")
+            raise ValueError(f"{array!r}: {size} is {number} for {_text_of(sizes)}")
         shape.append(number)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _text_of(sizes: Mapping[str, int]) -> str:
+    """Return sizes as a text such as `b=101, t=103`."""
+    return ", ".join(f"{name}={number}" for name, number in sizes.items())
+
+
+# --- folders -------------------------------------------------------------------------------------
 
 
 def folders_of(function: Callable[..., Any]) -> frozenset[str]:
@@ -519,31 +519,15 @@ def folders_of(function: Callable[..., Any]) -> frozenset[str]:
         kind = type(written)
         # The call may be inherited from another file than that of the methods.
         functions = [*_methods_written_in(kind), kind.__call__]
-    folders = set()
-    for function_of_call in functions:
-        code = _code_of(function_of_call)
-        if code is not None:
-            folders.add(_folder(code.co_filename))
-    return frozenset(folders)
+    codes = filter(None, map(_code_of, functions))
+    return frozenset(_folder(code.co_filename) for code in codes)
 
 
 def _methods_written_in(kind: type) -> Iterator[Any]:
-    """Yield what a class's body defines, without the methods that a dataclass adds.
-
-    From Python 3.13 on, one of these is a function of the standard library's folder. The others
-    have no source, but the name of their file is `<string>`, which is also that of the text after
-    `python -c`, whose lines Python keeps from 3.13 on.
-    """
+    """Yield what a class's body defines, without the methods that a dataclass adds."""
     for attribute in vars(kind).values():
-        if not callable(attribute):
-            continue
         code = _code_of(attribute)
-        if code is None:
-            continue
-        is_own = inspect.unwrap(attribute).__module__ == kind.__module__
-        has_source = bool(linecache.getlines(code.co_filename))
-        is_generated = code.co_qualname.startswith("__create_fn__")  # by `dataclasses`
-        if is_own and has_source and not is_generated:
+        if code is not None and code.co_qualname.startswith(f"{kind.__qualname__}."):
             yield attribute
 
 
@@ -573,247 +557,215 @@ class _Place(NamedTuple):
     line: int
 
 
-def _place(code: types.CodeType) -> _Place:
-    return _Place(code.co_filename, code.co_qualname, code.co_firstlineno)
+_STATIC: Any = {"static": True}
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Record:
-    """A name that a statement has set, or an operand of the one that failed."""
+    """A name that a statement has set, or an operand of the one that failed.
 
-    place: _Place
-    line: int
-    name: str
+    As a tree it has the shapes alone, so that only calls that set the same names in the same lines
+    are compared.
+    """
+
+    place: _Place = field(metadata=_STATIC)
+    line: int = field(metadata=_STATIC)
+    name: str = field(metadata=_STATIC)
     shapes: tuple[Shape, ...]
-    statistics: tuple[Statistics | None, ...] = ()
+    statistics: tuple[Statistics | None, ...] = field(metadata=_STATIC)
+
+
+class _Sized(NamedTuple):
+    """What has sizes in a recording."""
+
+    records: list[_Record]
+    error: str | None
+    reason: str | None
 
 
 class _Recording:
     """What happened in the functions of some folders while a call ran."""
 
-    def __init__(
-        self,
-        folders: frozenset[str],
-        *,
-        has_values: bool = False,
-        keeps_arrays: bool = False,
-    ) -> None:
+    def __init__(self, folders: frozenset[str], *, has_values: bool) -> None:
         self.folders = folders
         self.has_values = has_values
-        self.keeps_arrays = keeps_arrays
-        self.made: dict[int, MadeAt] = {}
-        """With `keeps_arrays`, the first line that had each array, by the array's id."""
-        self._arrays: list[Any] = []
-        self.not_finite: tuple[_Place, int, str] | None = None
-        """The first line that has set an array with NaN or inf, and the name that it has set."""
         self.records: list[_Record] = []
-        self.calls: dict[_Place, int] = {}
-        """How often each function was called."""
-        self.statements: dict[_Place, _Statements | None] = {}
-        self.reached: set[tuple[_Place, int]] = set()
+        self.functions: dict[_Place, _Function | None] = {}
+        """The functions that were called, and None for what has no statements, such as a lambda."""
+        self.made: dict[int, tuple[Any, list[Line]]] = {}
+        """Without values, each array by its id, with the first line that had it and the callers."""
+        self.not_finite: tuple[_Place, int] | None = None
+        """The first line that has set an array with NaN or inf."""
+        self.note: str | None = None
         self.failed: tuple[_Place, int] | None = None
         self.error: str | None = None
-        self._returned: dict[_Place, int] = {}
-        """The line of the last `return` of each function."""
-        self._annotations: dict[_Place, dict[str, Any]] = {}
+        self.reason: str | None = None
+        self._running: list[tuple[_Function, types.FrameType]] = []
+        """The calls of functions that are shown, the innermost last."""
+        self._returned: tuple[_Place, int] | None = None
+        """The line of the last `return`."""
+
+    @property
+    def sized(self) -> _Sized:
+        """What has sizes."""
+        return _Sized(self.records, self.error, self.reason)
 
     def watch(self, call: TypedCall) -> None:
         """Note the annotations of a typed function, which is called next."""
         code = _code_of(call.function)
         if code is not None:
-            place = _place(code)
-            self._annotations[place] = call.annotations
+            function = self._function(code)
+            if function is not None:
+                function.annotations = call.annotations
+
+    def _function(self, code: types.CodeType) -> "_Function | None":
+        """Return the function of some code, or None if it isn't shown."""
+        if _folder(code.co_filename) not in self.folders:
+            return None
+        place = _Place(code.co_filename, code.co_qualname, code.co_firstlineno)
+        if place not in self.functions:
+            self.functions[place] = _read_function(place, code.co_name)
+        return self.functions[place]
 
     def trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        """Return what Python calls for each line of a frame, or None for one that isn't shown."""
-        code = frame.f_code
-        # Comprehensions, lambdas, modules and class bodies have names in brackets or no lines of
-        # their own.
-        is_shown = _folder(code.co_filename) in self.folders and not code.co_name.startswith("<")
-        if event != "call" or not is_shown:
+        """Return what Python calls for each event in a frame, or None for one that isn't shown."""
+        function = self._function(frame.f_code)
+        if function is None:
             return None
-        place = _place(code)
-        if place not in self.statements:
-            self.statements[place] = _read_statements(code)
-        statements = self.statements[place]
-        if statements is None:
-            return None
-        is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
-        goes_on = is_generator and place in self.calls  # Python calls it again after each `yield`
-        if not goes_on:
-            self.calls[place] = self.calls.get(place, 0) + 1
-        annotations = self._annotations.get(place, {})
-        self._add_arguments(place, statements, annotations, frame)
-        return self._trace_lines(place, statements, annotations.get("return"))
+        # A generator that goes on after a `yield` has one already.
+        trace_events = frame.f_trace
+        if trace_events is None:
+            function.calls += 1
+            self._add_arguments(function, frame)
+            trace_events = self._trace_events(function)
+        self._running.append((function, frame))
+        return trace_events
 
-    def _add_arguments(
-        self,
-        place: _Place,
-        statements: "_Statements",
-        annotations: dict[str, Any],
-        frame: types.FrameType,
-    ) -> None:
+    def _add_arguments(self, function: "_Function", frame: types.FrameType) -> None:
         """Record the arguments of a call that begins, at the line of its `def`."""
-        arguments = dict(frame.f_locals)
-        for name, value in arguments.items():
-            self._add(place, statements.first, name, annotations.get(name), value)
-        if not self.keeps_arrays:
-            return
-        # An argument that no line has set, such as a sum in the call, is made by the caller's line.
-        caller = self._shown_caller(frame)
-        if caller is None:
-            return
-        for value in arguments.values():
-            self._note(value, *caller)
+        for name, value in frame.f_locals.items():
+            self._add(function, function.first, name, function.annotations.get(name), value)
+            # An argument that no line has set, such as a sum in the call, is made by the caller.
+            for caller, frame_of_caller in self._running[-1:]:
+                self._note(value, caller, caller.statement_at(frame_of_caller.f_lineno))
 
-    def _trace_lines(self, place: _Place, statements: "_Statements", annotation: Any) -> Any:
+    def _trace_events(self, function: "_Function") -> Any:
         """Return the function that Python calls for each event in one call of a function.
 
         A `line` event comes before the line runs. So the variables that a statement has set are
-        read at the next event, unless it has raised an exception.
+        read at the event of the next one, unless the statement has raised an exception.
         """
-        running: int | None = None  # the line of the statement that is running
-        last_return: int | None = None
-        is_raising = False
+        running: _Statement | None = None
+        began = 0  # the instruction at which it began
+        returning: _Statement | None = None
 
-        def trace_line(frame: types.FrameType, event: str, value: Any) -> Any:
-            nonlocal running, last_return, is_raising
+        def trace_event(frame: types.FrameType, event: str, value: Any) -> Any:
+            nonlocal running, began, returning
             if event == "exception":
-                is_raising = True
+                running = None
             elif event == "line":
-                if running is not None and not is_raising:
-                    self._add_variables(place, statements, running, frame)
-                is_raising = False  # if there was an exception, an `except` has caught it
-                running = statements.start_of(frame.f_lineno)
-                self.reached.add((place, running))
-                if running in statements.returns:
-                    last_return = running
+                statement = function.statement_at(frame.f_lineno)
+                # The lines of a long statement run in any order, but only a repetition is back at
+                # its first instruction.
+                is_long = statement.last > statement.line
+                if statement is running and is_long and frame.f_lasti > began:
+                    return trace_event
+                if running is not None:
+                    self._add_variables(function, running, frame)
+                running = statement
+                began = frame.f_lasti
+                function.reached.add(statement.line)
+                if statement.is_return:
+                    returning = statement
             # An exception that leaves the function ends it with such an event, too.
-            elif event == "return" and not is_raising and running is not None:
-                self._add_variables(place, statements, running, frame)
-                # A `with` statement ends after the `return` inside it.
-                line = last_return or running
-                self._returned[place] = line
-                self._add(place, line, "return", annotation, value)
-                self._note(value, frame, place, line)
-            return trace_line
+            elif event == "return":
+                if running is not None:
+                    self._add_variables(function, running, frame)
+                    # A `with` statement ends after the `return` inside it.
+                    last = returning or running
+                    self._returned = (function.place, last.line)
+                    annotation = function.annotations.get("return")
+                    self._add(function, last.line, "return", annotation, value)
+                    self._note(value, function, last)
+                self._running.pop()
+            return trace_event
 
-        return trace_line
+        return trace_event
 
     def _add_variables(
-        self, place: _Place, statements: "_Statements", line: int, frame: types.FrameType
+        self, function: "_Function", statement: "_Statement", frame: types.FrameType
     ) -> None:
-        """Record what a statement has set."""
-        variables = dict(frame.f_locals)
-        for name in statements.names.get(line, ()):
-            value = variables.get(name)
-            self._add(place, line, name, None, value)
-            self._note(value, frame, place, line)
-        for name, attribute in statements.attributes.get(line, ()):
-            owner = variables.get(name)
-            # Not getattr, which would call properties.
-            attributes = getattr(owner, "__dict__", {})
-            value = attributes.get(attribute)
-            self._add(place, line, f"{name}.{attribute}", None, value)
+        """Record what a statement has set before the line at which the frame is."""
+        if statement.block is not None and frame.f_lineno not in statement.block:
+            return
+        variables = frame.f_locals
+        for name in statement.sets:
+            variable, _, attribute = name.partition(".")
+            value = variables.get(variable)
+            if attribute:
+                # Not getattr, which would call properties.
+                value = getattr(value, "__dict__", {}).get(attribute)
+            self._add(function, statement.line, name, None, value)
+            self._note(value, function, statement)
 
-    def _add(self, place: _Place, line: int, name: str, annotation: Any, value: Any) -> None:
+    def _add(
+        self, function: "_Function", line: int, name: str, annotation: Any, value: Any
+    ) -> None:
         shapes = _shapes(annotation, value)
         if not shapes:
             return
         statistics: tuple[Statistics | None, ...] = ()
         if self.has_values:
             statistics = _statistics(value, len(shapes))
-        self.records.append(_Record(place, line, name, shapes, statistics))
-        for found in statistics:
-            if self.not_finite is None and found is not None and found.is_alarming:
-                self.not_finite = (place, line, name)
+        self.records.append(_Record(function.place, line, name, shapes, statistics))
+        is_alarming = any(found is not None and found.is_alarming for found in statistics)
+        if is_alarming and self.not_finite is None:
+            self.not_finite = (function.place, line)
+            function_name = function.place.name.rpartition("<locals>.")[2]
+            self.note = f"{name} in {function_name} is the first array that is not finite"
 
-    def _note(self, value: Any, frame: types.FrameType, place: _Place, line: int) -> None:
-        """Note the line that made an array, if it is the first that has it."""
-        if not self.keeps_arrays or not isinstance(value, jax.Array):
-            return
-        if id(value) in self.made:
-            return
-        self._arrays.append(value)  # since the id of an array that is gone may be another's
-        callers = []
-        caller = self._shown_caller(frame)
-        while caller is not None:
-            caller_frame, caller_place, caller_line = caller
-            callers.append((caller_place.file, caller_line))
-            caller = self._shown_caller(caller_frame)
-        self.made[id(value)] = MadeAt(place.file, line, tuple(callers))
+    def _note(self, value: Any, function: "_Function", statement: "_Statement") -> None:
+        """Note the line that made an array, if it is the first that has it.
 
-    def _shown_caller(self, frame: types.FrameType) -> tuple[types.FrameType, _Place, int] | None:
-        """Return the nearest caller that is shown, with its place and the line that it runs."""
-        caller = frame.f_back
-        while caller is not None:
-            place = _place(caller.f_code)
-            statements = self.statements.get(place)
-            if statements is not None:
-                return caller, place, statements.start_of(caller.f_lineno)
-            caller = caller.f_back
-        return None
+        The innermost call is that of the statement.
+        """
+        # An array with values must be let go, and the id of one that is gone may be another's.
+        if self.has_values or not isinstance(value, jax.Array) or id(value) in self.made:
+            return
+        lines = [(function.place.file, statement.line)]
+        for caller, frame in reversed(self._running[:-1]):
+            lines.append((caller.place.file, caller.statement_at(frame.f_lineno).line))
+        self.made[id(value)] = (value, lines)
 
     def fail(self, error: Exception) -> None:
-        """Record the last line that is shown among those that an error passed through."""
+        """Record an error, and the last line that is shown among those that it passed through."""
         text = str(error).strip()
-        reason = None
         if isinstance(error, TypeCheckError):
-            reason = _typed_reason(error)
+            self.reason = _typed_reason(error)
             text = text.rpartition("\n")[2]
         text = " ".join(text.split())  # JAX's messages may have several lines
         self.error = f"{type(error).__name__}: {text}".removesuffix(": ")
-        self._find_failed_line(error)
-        # Texts are records too, so that their sizes get the same names.
-        self.records.append(_text_record("error", self.error))
-        if reason is not None:
-            self.records.append(_text_record("reason", reason))
-
-    def _find_failed_line(self, error: Exception) -> None:
-        innermost = None  # of the frames that are shown
-        traceback = error.__traceback__
-        while traceback is not None:
-            frame = traceback.tb_frame
-            if _place(frame.f_code) in self.calls:
-                innermost = traceback
-            rejected = self._rejected_function(error, frame)
-            if rejected is not None:
-                self.failed = (rejected, self._returned[rejected])
+        # A function whose result is rejected has returned, so it has no frame any more.
+        if isinstance(error, TypeCheckError) and self._returned is not None:
+            place, _ = self._returned
+            subject = str(error).partition("\n")[0]
+            if subject.endswith(f".{place.name}() returned a wrong result."):
+                self.failed = self._returned
                 return
-            traceback = traceback.tb_next
+        innermost = None  # of the functions that are shown
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            function = self._function(frame.f_code)
+            if function is not None and function.calls:
+                statement = function.statement_at(line)
+                innermost = function, statement, frame.f_locals
         if innermost is None:
             return
-        place = _place(innermost.tb_frame.f_code)
-        statements = self.statements[place]
-        assert statements is not None
-        line = statements.start_of(innermost.tb_lineno)
-        self.failed = (place, line)
+        function, statement, variables = innermost
+        self.failed = (function.place, statement.line)
         # The line has set nothing, so it shows what it has read.
-        variables = dict(innermost.tb_frame.f_locals)
-        for name in statements.operands.get(line, ()):
-            self._add(place, line, name, None, variables.get(name))
-
-    def _rejected_function(self, error: Exception, frame: types.FrameType) -> _Place | None:
-        """Return the function whose result is rejected in a frame of the contract.
-
-        It has returned, so it has no frame any more.
-        """
-        if not isinstance(error, TypeCheckError) or not _is_contract(frame):
-            return None
-        first_line = str(error).partition("\n")[0]
-        if " returned a wrong result." not in first_line:
-            return None
-        code = getattr(frame.f_locals.get("function"), "__code__", None)
-        if code is None:
-            return None
-        place = _place(code)
-        if place not in self._returned:  # one that isn't shown
-            return None
-        return place
-
-
-def _is_contract(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__") == "jgpt.shapes.contract"
+        for name in statement.reads:
+            self._add(function, statement.line, name, None, variables.get(name))
 
 
 def _typed_reason(error: Exception) -> str | None:
@@ -821,54 +773,16 @@ def _typed_reason(error: Exception) -> str | None:
     lines = str(error).strip().splitlines()
     if len(lines) != 4:
         return None
-    subject_line, expected_line, got_line, _ = lines
-    subject = subject_line.removesuffix(".")
+    subject = lines[0].removesuffix(".")
     # The module of a user's file has a name that nobody has given it. It is that of a frame, or of
     # the function that a frame of the contract checks.
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        checked_function = frame.f_locals.get("function")
-        module = frame.f_globals.get("__name__")
-        module_of_checked = getattr(checked_function, "__module__", None)
-        subject = subject.removeprefix(f"{module}.")
-        subject = subject.removeprefix(f"{module_of_checked}.")
-        traceback = traceback.tb_next
-    expected = expected_line.removeprefix("Expected: ")
-    got = got_line.removeprefix("Got: ")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        checked = getattr(frame.f_locals.get("function"), "__module__", None)
+        for module in (checked, frame.f_globals.get("__name__")):
+            subject = subject.removeprefix(f"{module}.")
+    expected = lines[1].removeprefix("Expected: ")
+    got = lines[2].removeprefix("Got: ")
     return f"{subject}: {got}, and not {expected}"
-
-
-_TEXT = _Place("", "", 0)
-"""The place of records that are texts."""
-
-
-def _text_record(name: str, text: str) -> _Record:
-    """Return a text as a record: each number in it is a size, and the words before it its name."""
-    # Neither a part of a word or of a decimal, nor a number with leading zeros, which `int` would
-    # remove.
-    whole_number = r"(?<![\w.])(?:0|[1-9]\d*)(?!\w)"
-    dimensions: list[tuple[str, Any]] = []
-    end = 0
-    for found in re.finditer(whole_number, text):
-        words_before = text[end : found.start()]
-        dimensions.append((words_before, int(found[0])))
-        end = found.end()
-    rest = text[end:]
-    return _Record(_TEXT, 0, name, (Shape(rest, tuple(dimensions)),))
-
-
-# The inverse of `_text_record`.
-def _text_of(records: Sequence[_Record], name: str) -> str | None:
-    for record in records:
-        if record.place == _TEXT and record.name == name:
-            (shape,) = record.shapes
-            text = ""
-            for words_before, size in shape.dimensions:
-                text += f"{words_before}{size}"
-            rest = shape.dtype
-            return text + rest
-    return None
 
 
 def _record(
@@ -880,19 +794,13 @@ def _record(
 ) -> _Recording:
     """Call a function, abstractly unless it `has_values`, and record what the functions in
     `folders` do."""
-    recording = _Recording(folders, has_values=has_values)
-    _fill(recording, function, arguments)
-    return recording
-
-
-def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call a function, and record what the functions in the recording's folders do."""
     # A thread has one trace function, so a debugger would lose its own.
     if sys.gettrace() is not None:
         raise RuntimeError(
             "a debugger or coverage traces this thread: end it, or call annotated_source elsewhere"
         )
     linecache.checkcache()  # a file may have been changed since it was read
+    recording = _Recording(folders, has_values=has_values)
 
     def traced(*arguments: Any) -> None:
         sys.settrace(recording.trace)
@@ -903,7 +811,7 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
 
     with watching(recording.watch):
         try:
-            if recording.has_values:
+            if has_values:
                 # A loop of JAX is then one of Python, whose steps have values.
                 with jax.disable_jit():
                     traced(*arguments)
@@ -913,16 +821,10 @@ def _fill(recording: _Recording, function: Callable[..., Any], arguments: tuple[
         # The source of a call that fails is shown with its error, so nothing is raised.
         except Exception as error:
             recording.fail(error)
+    return recording
 
 
-def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:
-    """Return the statistics of each array in a value, or of all of them if they have one shape."""
-    if is_nnx(value, "Variable"):
-        value = value[...]
-    arrays = _arrays_among(jax.tree.leaves(value))
-    if len(arrays) == count:
-        return tuple(statistics_of([array]) for array in arrays)
-    return (statistics_of(arrays),) * count
+# --- arrays --------------------------------------------------------------------------------------
 
 
 def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
@@ -931,271 +833,156 @@ def _shapes(annotation: Any, value: Any) -> tuple[Shape, ...]:
         shapes = shapes_of(annotation, value)
         if shapes:
             return tuple(shapes)
-    if isinstance(value, (*_ARRAYS, jax.ShapeDtypeStruct)) or is_nnx(value, "Variable"):
-        return (_shape(value),)
-    if dataclasses.is_dataclass(value):
-        shapes = shapes_of(type(value), value)
-        return tuple(shapes)
-    if not isinstance(value, (tuple, list, dict)):
-        return ()
-
+    if is_nnx(value, "Variable"):
+        value = jax.tree.leaves(value)
     # An object in a list, such as a module, is one leaf: its weights would fill pages.
-    def is_leaf(part: Any) -> bool:
-        return part is not value and _is_object(part)
-
-    arrays = _arrays_among(jax.tree.leaves(value, is_leaf=is_leaf))
-    if not arrays:
-        return ()
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) > MOST_LEAVES:
         return (Shape(f"{len(arrays)} arrays", ()),)
-    return tuple(_shape(array) for array in arrays)
+    if not arrays and dataclasses.is_dataclass(value):
+        return tuple(shapes_of(type(value), value))
+    shapes = [shapes_of(_ANY, array) for array in arrays]
+    return tuple(itertools.chain(*shapes))
 
 
-def _arrays_among(leaves: list[Any]) -> list[Any]:
-    return [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+def _statistics(value: Any, count: int) -> tuple[Statistics | None, ...]:
+    """Return the statistics of each array in a value, or of all of them if they have one shape."""
+    arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, _ARRAYS)]
+    if len(arrays) == count:
+        return tuple(statistics_of([array]) for array in arrays)
+    return (statistics_of(arrays),) * count
 
 
-def _is_object(value: Any) -> bool:
-    return not isinstance(value, (tuple, list, dict))
+# --- statements ----------------------------------------------------------------------------------
 
 
-def _shape(array: Any) -> Shape:
-    dtype = array.dtype.name
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # its own name is `key<fry>`
-        dtype = "key"
-    dimensions = [("", size) for size in array.shape]
-    return Shape(dtype, tuple(dimensions))
+@dataclass
+class _Statement:
+    """What a statement sets and reads; several that begin in one line are one."""
+
+    line: int
+    last: int
+    sets: dict[str, None] = field(default_factory=dict)
+    """The names in their order, and such as `self.x`, without those of comprehensions."""
+    reads: dict[str, None] = field(default_factory=dict)
+    is_return: bool = False
+    block: range | None = None
+    """The lines of a loop or of a `with`, whose names are set when its block begins."""
 
 
-def _tree_of_records(records: list[_Record]) -> dict[Any, tuple[Shape, ...]]:
-    """Return the shapes of records by what they are the shapes of, in their order."""
-    # The keys are a part of the tree's structure, so that only calls that set the same names in
-    # the same lines are compared.
-    tree = {}
-    for index, record in enumerate(records):
-        key = (index, record.place, record.line, record.name)
-        tree[key] = record.shapes
-    return tree
+@dataclass
+class _Function:
+    """A function that is shown, and what has happened in it."""
 
+    place: _Place
+    first: int
+    last: int
+    statements: dict[int, _Statement]
+    """By each of their lines."""
+    annotations: dict[str, Any] = field(default_factory=dict)
+    """By the names of arguments; that of the result is `return`."""
+    calls: int = 0
+    reached: set[int] = field(default_factory=set)
+    """The first lines of the statements that were executed."""
 
-# --- source --------------------------------------------------------------------------------------
+    def statement_at(self, line: int) -> _Statement:
+        """Return the statement that a line is a part of. That of an `except` has the line alone."""
+        return self.statements.get(line) or _Statement(line, line)
 
-
-class _Statements:
-    """The statements of a function, by the number of their first lines."""
-
-    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.first = function.lineno
-        self.last = function.end_lineno or function.lineno
-        self.names: dict[int, list[str]] = {}
-        """The names that a statement sets, without those of comprehensions."""
-        self.attributes: dict[int, list[tuple[str, str]]] = {}
-        """Such as `self` and `x` of `self.x = ...`."""
-        self.operands: dict[int, list[str]] = {}
-        """The names that a statement reads."""
-        self.returns: set[int] = set()
-        self._starts: dict[int, int] = {}
-        for statement in _statements_below(function):
-            self._read(statement)
-
-    def _read(self, statement: ast.stmt) -> None:
-        if _is_never_executed(statement):
-            return
-        line = statement.lineno
-        self._starts[line] = line
-        if isinstance(statement, ast.Return):
-            self.returns.add(line)
-        for part in _own_parts(statement):
-            last = part.end_lineno or part.lineno
-            for number in range(part.lineno, last + 1):
-                self._starts.setdefault(number, line)
-            for node in _walk(part):
-                self._read_node(node, line)
-
-    def _read_node(self, node: Any, line: int) -> None:
-        if isinstance(node, ast.Name):
-            names = self.operands
-            if isinstance(node.ctx, ast.Store):
-                names = self.names
-            names_of_line = names.setdefault(line, [])
-            if node.id not in names_of_line:
-                names_of_line.append(node.id)
-        elif _is_attribute_set(node):
-            attributes = self.attributes.setdefault(line, [])
-            attributes.append((node.value.id, node.attr))
-
-    def start_of(self, line: int) -> int:
-        """Return the first line of the statement that a line is a part of."""
-        return self._starts.get(line, line)
-
-    def start_below(self, line: int) -> int:
-        """Return `start_of` a line, or of the next statement for a line without one.
+    def is_reached(self, line: int) -> bool:
+        """Return whether the statement at a line was executed, or of a line without one that below.
 
         Such lines are comments, an `else:`, and those of the signature and the docstring. After the
         last statement it is that of the last one.
         """
-        if line in self._starts:
-            return self._starts[line]
-        starts = sorted(self._starts.values())
-        for start in starts:
-            if start > line:
-                return start
-        if not starts:  # a function of a docstring alone
-            return line
-        return starts[-1]
+        lines = sorted(self.statements)
+        if not lines:  # a function of a docstring alone
+            return True
+        position = min(bisect.bisect_left(lines, line), len(lines) - 1)
+        statement = self.statements[lines[position]]
+        return statement.line in self.reached
+
+
+def _read_function(place: _Place, name: str) -> _Function | None:
+    """Return a function of a file, or None if it has no statements there, such as a lambda."""
+    source = "".join(linecache.getlines(place.file))
+    node = _functions_in(source).get((name, place.line))
+    if node is None:
+        return None
+    statements: dict[int, _Statement] = {}
+    for statement in _statements_below(node):
+        _read_statement(statement, statements)
+    return _Function(place, node.lineno, node.end_lineno or node.lineno, statements)
+
+
+@functools.lru_cache(maxsize=64)
+def _functions_in(source: str) -> dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the functions of a file by their name and line; two classes may have methods of one
+    name."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # the file was changed since it was imported
+        return {}
+    functions = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # Python counts decorators as a part of the function.
+            first = [*node.decorator_list, node][0]
+            functions[node.name, first.lineno] = node
+    return functions
+
+
+def _statements_below(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a function that are executed, also those in blocks, without those of
+    functions and classes inside it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt) and not _is_never_executed(child):
+            yield child
+        is_scope = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if isinstance(child, _BLOCKS) and not is_scope:
+            yield from _statements_below(child)
 
 
 def _is_never_executed(statement: ast.stmt) -> bool:
     """Return whether Python compiles nothing for a statement, as for a docstring."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant)
-    if isinstance(statement, ast.AnnAssign):
-        return statement.value is None
-    return isinstance(statement, (ast.Global, ast.Nonlocal))
+    match statement:
+        case ast.Expr(value=ast.Constant()) | ast.AnnAssign(value=None):
+            return True
+        case ast.Global() | ast.Nonlocal():
+            return True
+    return False
 
 
-def _statements_below(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements of a function, also those in blocks, without those of functions and
-    classes inside it."""
-    for field in _BLOCKS:
-        children = getattr(node, field, [])
-        if not isinstance(children, list):  # the body of a lambda
-            continue
-        for child in children:
-            if isinstance(child, ast.stmt):
-                yield child
-            if not isinstance(child, _SCOPES):
-                yield from _statements_below(child)
+def _read_statement(node: ast.stmt, statements: dict[int, _Statement]) -> None:
+    """Add a statement to those of a function, by each of its lines without those of its block."""
+    statement = statements.setdefault(node.lineno, _Statement(node.lineno, node.lineno))
+    parts = list(_parts(node))
+    if not any(isinstance(child, _BLOCKS) for child in ast.iter_child_nodes(node)):
+        parts.append(node)
+    for part in parts:
+        match part:
+            case ast.Name(ctx=ast.Store()):
+                statement.sets[part.id] = None
+            case ast.Name():
+                statement.reads[part.id] = None
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()):
+                statement.sets[f"{owner}.{name}"] = None
+            case ast.Return():
+                statement.is_return = True
+        statement.last = max(statement.last, getattr(part, "end_lineno", 0))
+    for line in range(node.lineno, statement.last + 1):
+        statements.setdefault(line, statement)
+    if isinstance(node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith)):
+        block = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)
+        if statement.last < block.start:
+            statement.block = block
 
 
-def _is_attribute_set(node: Any) -> bool:
-    """Return whether a node is the `self.x` of `self.x = ...`."""
-    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
-        return False
-    return isinstance(node.value, ast.Name)
-
-
-def _own_parts(statement: ast.stmt) -> list[ast.expr | ast.stmt]:
-    """Return the expressions of a statement without those of the statements in its blocks."""
-    if isinstance(statement, _SCOPES):  # it sets a function or a class, which is no array
-        return []
-    if not hasattr(statement, "body"):  # it has no blocks
-        return [statement]
-    parts: list[ast.expr | ast.stmt] = []
-    for field, child in ast.iter_fields(statement):
-        if field in _BLOCKS:
-            continue
-        nodes = child
-        if not isinstance(child, list):
-            nodes = [child]
-        for node in nodes:
-            if isinstance(node, ast.expr):
-                parts.append(node)
-            elif isinstance(node, ast.withitem):  # `open(path) as file`
-                parts.append(node.context_expr)
-                if node.optional_vars is not None:
-                    parts.append(node.optional_vars)
-    return parts
-
-
-def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of an expression, without those of scopes inside it.
-
-    From Python 3.12 on, the variables of a comprehension are among the function's own.
-    """
-    yield node
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a statement, without what has variables of its own or is executed for
+    itself."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (*_COMPREHENSIONS, *_SCOPES)):
-            yield from _walk(child)
-
-
-def _read_statements(code: types.CodeType) -> _Statements | None:
-    """Return the statements of a function, or None if its source can't be read."""
-    source = "".join(linecache.getlines(code.co_filename))
-    tree = _tree(source)
-    if tree is None:
-        return None
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        # Two classes of a file may have methods of one name; the line tells them apart.
-        first_lines = [node.lineno]
-        if node.decorator_list:  # Python counts decorators as a part of the function
-            first_lines.append(node.decorator_list[0].lineno)
-        if node.name == code.co_name and code.co_firstlineno in first_lines:
-            return _Statements(node)
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(source: str) -> ast.Module | None:
-    try:
-        return ast.parse(source)
-    except SyntaxError:  # the file was changed since it was imported
-        return None
-
-
-def _function_source(
-    place: _Place, records: list[_Record], recording: _Recording
-) -> FunctionSource:
-    statements = recording.statements[place]
-    assert statements is not None
-    values_of_lines = _values_of_lines(place, records)
-    not_finite = None
-    if recording.not_finite is not None:
-        not_finite_place, not_finite_line, _ = recording.not_finite
-        not_finite = (not_finite_place, not_finite_line)
-    lines = []
-    for number in range(statements.first, statements.last + 1):
-        text = linecache.getline(place.file, number).rstrip("\n")
-        has_failed = recording.failed == (place, number)
-        statement = (place, statements.start_below(number))
-        line = SourceLine(
-            number,
-            text,
-            tuple(values_of_lines.get(number, ())),
-            is_reached=statement in recording.reached,
-            has_failed=has_failed,
-            is_not_finite=not_finite == (place, number),
-        )
-        lines.append(line)
-        if has_failed:  # what is below hasn't run
-            break
-    calls = recording.calls[place]
-    return FunctionSource(_short(place.file), place.name, calls, tuple(lines), place.file)
-
-
-def _values_of_lines(place: _Place, records: list[_Record]) -> dict[int, list[LineValue]]:
-    """Return the values of each line of a function; records with the same shapes are one value."""
-    records_alike: dict[tuple[int, str, tuple[Shape, ...]], list[_Record]] = {}
-    for record in records:
-        if record.place == place:
-            key = (record.line, record.name, record.shapes)
-            records_alike.setdefault(key, []).append(record)
-    values: dict[int, list[LineValue]] = {}
-    for (line, name, shapes), alike in records_alike.items():
-        statistics = []
-        for record in alike:
-            if record.statistics:
-                statistics.append(record.statistics)
-        value = LineValue(name, shapes, len(alike), tuple(statistics))
-        values.setdefault(line, []).append(value)
-    return values
-
-
-def _short(file: str) -> str:
-    """Return a file's path in the working directory, or in the folder that it is imported from."""
-    path = Path(file)
-    # Jupyter names a cell like a file in a temporary folder, with a number that differs each time.
-    if path.parent.name.startswith("ipykernel_"):
-        return "cell"
-    shortest = path
-    folders = [Path.cwd(), *map(Path, sys.path)]
-    for folder in folders:
-        # `sys.path` may have an empty entry, which is the working directory.
-        if not folder.is_absolute() or not path.is_relative_to(folder):
-            continue
-        relative = path.relative_to(folder)
-        if len(relative.parts) < len(shortest.parts):
-            shortest = relative
-    return str(shortest)
+        if not isinstance(child, (*_BLOCKS, *_SCOPES)):
+            yield child
+            yield from _parts(child)

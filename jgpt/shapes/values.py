@@ -24,11 +24,6 @@ class Statistics:
     negative_infinity: int
 
     @property
-    def is_finite(self) -> bool:
-        """Whether all values are finite."""
-        return self.nan + self.positive_infinity + self.negative_infinity == 0
-
-    @property
     def is_alarming(self) -> bool:
         """Whether there are NaN or inf. A mask sets scores to -inf on purpose, so they are not."""
         return self.nan + self.positive_infinity > 0
@@ -41,9 +36,8 @@ def statistics_of(arrays: Sequence[Any]) -> Statistics | None:
     """
     parts = []
     for array in arrays:
-        if isinstance(array, (Tracer, jax.ShapeDtypeStruct)):
-            return None
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        is_abstract = isinstance(array, (Tracer, jax.ShapeDtypeStruct))
+        if is_abstract or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return None
         # NumPy can't reduce the 16-bit and 8-bit floats of accelerators.
         parts.append(np.asarray(array).astype(np.float64).ravel())
@@ -54,13 +48,8 @@ def statistics_of(arrays: Sequence[Any]) -> Statistics | None:
     mean = None
     std = None
     if finite.size:
-        mean = float(finite.mean())
-        std = float(finite.std())
-        # The square of a large number may be infinite, and JSON has no word for it.
-        if not math.isfinite(std):
-            std = None
-        if not math.isfinite(mean):
-            mean = None
+        mean = _in_json(finite.mean())
+        std = _in_json(finite.std())
     return Statistics(
         mean=mean,
         std=std,
@@ -71,15 +60,19 @@ def statistics_of(arrays: Sequence[Any]) -> Statistics | None:
     )
 
 
+def _in_json(number: Any) -> float | None:
+    # The square of a large number may be infinite, and JSON has no word for it.
+    if math.isfinite(number):
+        return float(number)
+    return None
+
+
 def describe_statistics(calls: Sequence[Statistics]) -> str:
     """Return the statistics of the same array in one or several calls: `mean 0.1, std 1 to 1.2`."""
     parts = []
     for name in ("mean", "std"):
-        numbers = []
-        for call in calls:
-            number = getattr(call, name)
-            if number is not None:
-                numbers.append(number)
+        found = [getattr(call, name) for call in calls]
+        numbers = [number for number in found if number is not None]
         if not numbers:
             continue
         least = f"{min(numbers):.3g}"
@@ -88,13 +81,12 @@ def describe_statistics(calls: Sequence[Statistics]) -> str:
         if least != most:
             text += f" to {most}"
         parts.append(text)
-    values = 0
-    counts = {"NaN": 0, "inf": 0, "-inf": 0}
-    for call in calls:
-        values += call.values
-        counts["NaN"] += call.nan
-        counts["inf"] += call.positive_infinity
-        counts["-inf"] += call.negative_infinity
+    values = sum(call.values for call in calls)
+    counts = {
+        "NaN": sum(call.nan for call in calls),
+        "inf": sum(call.positive_infinity for call in calls),
+        "-inf": sum(call.negative_infinity for call in calls),
+    }
     for name, count in counts.items():
         if count:
             parts.append(f"{count} of {values} {name}")
