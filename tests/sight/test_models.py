@@ -17,7 +17,6 @@ import jgpt
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS, preset
 from jgpt.shapes import Known, reads
-from tests.quick import only
 
 SIZES = {"lecture": 8, "modern-cpu": 9, "gpt2": 7, "bigram": 5, "shakespeare-best": 6}
 TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
@@ -51,13 +50,17 @@ def test_a_preset_is_proven_at_one_length(name: str) -> None:
     assert str(proof).startswith(f"proven for t = {SIZES[name]}\n")
 
 
+LIKE_OTHERS = {"gpt2-medium", "gpt2-large", "gpt2-xl"}
+"""Presets that differ from another in sizes alone."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - LIKE_OTHERS))
 def test_a_preset_is_proven_at_each_length_or_at_16_and_the_block_size(name: str) -> None:
     config = preset(name).model
     lengths = range(1, config.block_size + 1)
     if config.block_size > 64:
-        config = dataclasses.replace(config, num_layers=2)
+        config = dataclasses.replace(config, num_layers=2, vocab_size=65)
         lengths = [*range(1, 17), config.block_size]
     model = abstract_model(config)
 
@@ -102,14 +105,16 @@ def test_two_layers_with_windows_of_7_read_12_back() -> None:
     np.testing.assert_array_equal(found.last("t")[0, :, 0], position)
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "attention_window": 3, "ngram_sizes": (2,)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "attention_window": 3, "ngram_sizes": (2,)}]
+)
 def test_packed_documents_read_themselves_alone(changes: dict[str, Any]) -> None:
     model = abstract_model(dataclasses.replace(SMALL, **changes))
     documents = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]])
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
 
     def packed(tokens: Array, documents: Array) -> Any:
-        return model_of(model)(tokens, documents=documents)
+        return model_of(model).hidden(tokens, documents=documents)
 
     known = reads(packed, tokens, Known(documents), of={0: (None, "t")})
     unknown = reads(packed, tokens, documents, of={0: (None, "t")})
@@ -118,7 +123,6 @@ def test_packed_documents_read_themselves_alone(changes: dict[str, Any]) -> None
     np.testing.assert_array_equal(known.last("t")[0, :, 0], np.arange(8))
     assert unknown.first("t")[0, 5, 0] == 0
     assert is_causal(unknown)
-    assert known.assumptions != unknown.assumptions or True
 
 
 def model_of(model: Any) -> Any:
@@ -162,12 +166,12 @@ def test_padding_that_is_masked_is_never_read() -> None:
     is_text = np.arange(6) < 4
 
     def attended(x: Array) -> Array:
-        mask = jgpt.causal_mask(6) & is_text
-        return jgpt.attend(x, x, x, mask)
+        return jgpt.attend(x, x, x, jnp.broadcast_to(is_text, (6, 6)))
 
     found = reads(attended, jax.ShapeDtypeStruct((1, 6, 3), jnp.float32), of={0: (None, "t")})
 
-    np.testing.assert_array_equal(found.last("t")[0, :, 0], [0, 1, 2, 3, 3, 3])
+    np.testing.assert_array_equal(found.first("t")[0, :, 0], [0] * 6)
+    np.testing.assert_array_equal(found.last("t")[0, :4, 0], [3] * 4)
 
 
 def test_a_router_with_a_capacity_reads_other_sequences() -> None:
