@@ -40,6 +40,15 @@ def show(
     return lines_of_source(annotated, json=json)
 
 
+def prove_causal(named: str, arrays: tuple[str, ...], sizes: dict[str, int] | None) -> Any:
+    """Return a proof that no output of FILE.py:NAME along t reads a later position."""
+    from jgpt.shapes.proofs import prove
+
+    function = load_code(named)
+    _require_arrays(named, function, arrays)
+    return prove(function, *arrays, causal="t", sizes=sizes)
+
+
 def _tree(function: Callable[..., Any], arrays: tuple[str, ...]) -> Any:
     """Return the tree of calls. If the function fails, print its source up to that line."""
     from jgpt.shapes.source import annotated_source, annotated_tree

@@ -45,6 +45,7 @@ def shapes(
     source: bool = False,
     of: Annotated[str | None, OptionSpec("TEXT")] = None,
     prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
+    causal: bool = False,
     json: bool = False,
 ) -> Lines:
     """Show the forward pass as a tree of calls, with the shape of each result.
@@ -59,6 +60,8 @@ def shapes(
         of: With --source, only functions with this text in their name or their file's.
         prompt: With --source, compute a run's model for this text, and show the mean, the
             standard deviation and what is not finite.
+        causal: Prove instead that no output reads a later position, nor another sequence. The
+            exit code is 1 if that is not proven.
         json: Print one JSON object.
     """
     is_code = functions.is_code(what)
@@ -79,6 +82,8 @@ def shapes(
         f"--prompt needs a run, whose weights are trained: {what} has none": (
             shows_values and (is_code or what in PRESETS)
         ),
+        "--causal proves, and shows no tree: leave out the other options": causal
+        and (batch is not None or depth is not None or decode or train or source or json),
         f"give {what} or --model {model}, not both": is_code and model is not None,
         f"{' '.join(arrays)!r} was not expected: only a function gets arrays, as in "
         "jgpt shapes my.py:attend 'float32[b t 8]'": bool(arrays) and not is_code,
@@ -89,7 +94,32 @@ def shapes(
     with _strict_json(json, source):
         if prompt is not None:
             return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
+        if causal:
+            return _prove_causal(what, arrays, model, time)
         return _show(what, arrays, model, batch, time, depth, decode, train, source, of, json)
+
+
+def _prove_causal(what: str, arrays: tuple[str, ...], model: str | None, time: int | None) -> Lines:
+    """Print a proof of sight of a model, or of a function and its arrays."""
+    sizes = None if time is None else {"t": time}
+    with terminal.importing():
+        if functions.is_code(what) and (arrays or not functions.is_model(what)):
+            proof = functions.prove_causal(what, arrays, sizes)
+        else:
+            from jgpt.nn.models import abstract_model
+            from jgpt.shapes.proofs import prove
+
+            if functions.is_code(what):
+                model = what
+                what = DEFAULT_PRESET
+            config = runs.config_of(what, model)
+            with source_shown(dataclasses.replace(config, micro_batches=1)):
+                asked = abstract_model(config.model)
+                proof = prove(asked, "int32[b t]", causal="t", separate="b", sizes=sizes)
+    print(proof)
+    if not proof:
+        raise SystemExit(1)
+    return []
 
 
 def _show(

@@ -1,0 +1,248 @@
+"""What one is told: what is proven, which way an input takes, and what can't be asked."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import jgpt
+from jgpt.shapes import reads
+from tests.commands import refused
+from tests.sight.programs import FLOAT_MASK, MIXING, attend
+
+Array = jax.Array
+
+
+def test_the_lengths_that_are_proven_are_told_and_no_others() -> None:
+    def shorter_than_6(x: Array) -> Array:
+        if x.shape[1] > 5:
+            raise ValueError(f"{x.shape[1]} is more than 5")
+        return attend()(x)
+
+    def proven(function: Any, **sizes: Any) -> str:
+        return str(jgpt.prove(function, "float32[b t 3]", causal="t", **sizes)).splitlines()[0]
+
+    some = {"t": [1, 2, 3, 7, 9, 10]}
+    backwards = proven(lambda x: x[:, ::-1], sizes={"t": 4})
+    assert backwards == "not proven: output 0 can depend on input 2"
+    assert proven(attend(), sizes={"t": 4}) == "proven for t = 4"
+    assert proven(attend(), sizes=some) == "proven for t = 1 to 3, 7 and 9 to 10"
+    assert proven(jnp.negative) == "proven for t = 1 to 64"
+    refusing = proven(shorter_than_6)
+    assert refusing == "proven for t = 1 to 5; it refuses t = 6: 6 is more than 5"
+
+
+def test_a_way_goes_from_the_output_to_the_input() -> None:
+    def program(x: Array) -> Array:
+        early = x[:, ::-1]
+        late = jnp.exp(early)
+        return late + x
+
+    text = str(jgpt.prove(program, "float32[b t 3]", causal="t"))
+
+    assert text.startswith(
+        "not proven: output 0 can depend on input 4\n  along t, at b = 2, t = 5\n"
+    )
+    assert re.search(r"it comes in at rev +test_questions\.py:\d+: early = x\[:, ::-1\]", text)
+    ways = text.partition("from the output to the input:\n")[2].splitlines()
+    names = [way.split("[")[0].strip() for way in ways]
+    assert names == ["add", "exp", "rev", "input at"]
+    assert ways[-1].strip() == "input at [0,4,0]"
+
+
+def test_the_path_of_reads_is_that_of_its_element() -> None:
+    def program(x: Array) -> Array:
+        summed = jnp.cumsum(x)
+        return summed * 2
+
+    found = reads(program, jax.ShapeDtypeStruct((5,), jnp.float32), of={0: ("t",)})
+
+    way = found.path((3,), "t", 0)
+
+    assert [line.split("[")[0].strip() for line in way.splitlines()] == [
+        "mul",
+        "cumsum",
+        "input at",
+    ]
+    assert way.endswith("input at [0]")
+    with pytest.raises(ValueError, match="position 4 is neither the first nor the last"):
+        found.path((3,), "t", 4)
+    with pytest.raises(ValueError, match="no input has an axis 'b': there are t"):
+        found.last("b")
+
+
+def test_what_is_known_and_assumed_is_told() -> None:
+    mask = np.tril(np.ones((9, 9), bool))
+
+    def with_numpy(x: Array) -> Array:
+        return attend(lambda x: mask[: x.shape[1], : x.shape[1]], fill=-1e9)(x)
+
+    proof = jgpt.prove(with_numpy, "float32[b t 3]", causal="t", sizes={"t": 5})
+
+    assert "unmasked scores are below 5e+07 in size" in proof.assumptions
+    assert "arrays of the closure keep their values: bool[5,5]" in proof.assumptions
+
+
+def test_a_proof_that_rests_on_a_mask_made_by_data_says_so_at_once() -> None:
+    def by_data(x: Array) -> Array:
+        is_text = x[..., 0] > 0
+        scores = jnp.where(is_text[:, None] & jgpt.causal_mask(x.shape[1]), x @ x.mT, -1e9)
+        return jax.nn.softmax(scores) @ x
+
+    proof = jgpt.prove(by_data, "float32[b t 3]", causal="t", sizes={"t": 5})
+
+    assert str(proof).splitlines()[0] == (
+        "proven for t = 5, if each row of a mask that data makes keeps an entry"
+    )
+
+
+@pytest.mark.parametrize("mask", [FLOAT_MASK, MIXING])
+def test_a_float_array_that_looks_like_a_mask_is_named(mask: Array) -> None:
+    def program(x: Array) -> Array:
+        return mask[: x.shape[1], : x.shape[1]] @ x
+
+    text = str(jgpt.prove(program, "float32[b t 3]", causal="t"))
+
+    assert text.startswith("not proven")
+    advice = "has the values of a mask, and is taken for a parameter: keep a mask in booleans"
+    assert (advice in text) == (mask is FLOAT_MASK)
+
+
+def copied(x: Array) -> Array:
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = source[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+def decomposed(x: Array) -> Array:
+    return jnp.linalg.cholesky(x[..., :1] * jnp.eye(3)) @ x[..., None] if x.ndim > 3 else copied(x)
+
+
+def test_an_operation_without_a_rule_is_named() -> None:
+    text = str(jgpt.prove(copied, "float32[b t 3]", causal="t"))
+
+    assert text.startswith("not proven: output 0 can depend on input 4")
+    assert re.search(r"pallas_call \(test_questions\.py:\d+\) has no rule", text)
+
+
+def printing(x: Array) -> Array:
+    jax.debug.print("{}", x.sum())
+    return x
+
+
+def million(x: Array) -> Array:
+    return lax.scan(lambda carry, _: (carry * 0.5, None), x, length=1_000_000)[0]
+
+
+def in_place(x: Array) -> Array:
+    ref = jax.new_ref(x) if hasattr(jax, "new_ref") else jax.array_ref(x)
+    ref[...] = 2 * x
+    return ref[...]
+
+
+@pytest.mark.parametrize(
+    ("function", "array", "options", "message"),
+    [
+        (jnp.sum, "float32[b t]", {"causal": "t"}, "output 0 has no axis of the length t: give"),
+        (
+            lambda x: x @ x.mT,
+            "float32[b t 3]",
+            {"causal": "t"},
+            "output 0 has 2 axes of the length t",
+        ),
+        (jnp.cumsum, "float32[b t]", {"causal": "q"}, "no array has an axis 'q', such as"),
+        (jnp.negative, "float32[t t]", {"causal": "t"}, "an array has two axes 't'"),
+        (jnp.negative, "float32[b t+1]", {"causal": "t"}, "no array has an axis 't', such as"),
+        (
+            jnp.negative,
+            "float32[b t]",
+            {"causal": "t", "sizes": {"q": 3}},
+            "sizes names 'q', a size",
+        ),
+        (
+            jnp.negative,
+            "float32[b t]",
+            {"causal": "t", "sizes": {"t": 0}},
+            "no positive length of 't'",
+        ),
+        (
+            jnp.negative,
+            "float32[b t]",
+            {"causal": "t", "sizes": {"b": [1, 2]}},
+            "several sizes of 'b'",
+        ),
+        (jnp.negative, "float32[b t]", {"sizes": {"t": 3}}, "`sizes` needs `causal` or `separate`"),
+        (
+            jnp.negative,
+            "float32[b t]",
+            {"causal": "t", "where": "t <= 3"},
+            "`where` has no meaning",
+        ),
+        (printing, "float32[b t]", {"causal": "t"}, "the function has side effects"),
+        (
+            million,
+            "float32[b t]",
+            {"causal": "t"},
+            "a scan of 1000000 steps is more than the 20000",
+        ),
+        (in_place, "float32[b t]", {"causal": "t"}, "changes an array in place"),
+    ],
+)
+def test_what_can_t_be_asked_is_refused(
+    function: Callable[..., Any], array: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jgpt.prove(function, array, **options)
+
+
+PEEK = """
+import jgpt
+
+
+class Peek(jgpt.GPT):
+    def hidden(self, tokens, **options):
+        x = super().hidden(tokens, **options)
+        return x + 0.1 * x.mean(axis=1, keepdims=True)
+
+
+class OnPurpose(Peek):
+    causal = False
+"""
+
+
+def test_the_command_and_a_training_say_that_a_model_looks_ahead(
+    tmp_path: Any, poem: Any, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "peek.py").write_text(PEEK)
+    from jgpt.cli import main
+
+    def ran(*words: str) -> tuple[Any, str, str]:
+        code: Any = 0
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return code or 0, said.out, said.err
+
+    proven = ran("shapes", "tiny", "--causal", "--time", "3")
+    assert (proven[0], proven[1].splitlines()[0]) == (0, "proven for t = 3")
+    code, out, _ = ran("shapes", "peek.py:Peek", "--causal")
+    assert code == 1
+    assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in out
+    assert "--causal proves, and shows no tree" in refused("shapes", "tiny", "--causal", "--train")
+
+    train = ("train", "tiny", "--steps", "1", "--data", str(poem), "--sample-tokens", "0")
+    said = "".join(ran(*train, "--model", "peek.py:Peek", "--out", "peeking")[1:])
+    assert "the model is not proven causal: output 0 can depend on input 4; it comes in at" in said
+    said = "".join(ran(*train, "--model", "peek.py:OnPurpose", "--out", "purpose")[1:])
+    assert "causal" not in said
