@@ -86,6 +86,14 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: jnp.maximum(x, np.array([np.inf, -np.inf, 0, 0, 0])),
         [NONE, *[[t, t] for t in EACH[1:]]],
     ),
+    "maximum of a choice and another": (
+        lambda x: jnp.maximum(jnp.where(x[::-1] > 0, -6.0, -5.0), x),
+        [[min(t, 4 - t), max(t, 4 - t)] for t in EACH],
+    ),
+    "minimum of what data masks": (
+        lambda x: 0 * jnp.exp(-jnp.where(x > 0, 0.0, -jnp.inf).min()),
+        [[0, 4]],
+    ),
     "any": (lambda x: ((x > 0) & (np.arange(5) < 2)).any(), [[0, 1]]),
     "any with a known one": (lambda x: ((x > 0) | (np.arange(5) == 2)).any(), [NONE]),
     "all": (lambda x: ((x > 0) | (np.arange(5) >= 2)).all(), [[0, 1]]),
