@@ -131,7 +131,9 @@ def _source(place: Place) -> str:
 
 def _line_text(line: Line) -> str:
     file, number = line
-    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+    # A cell of a notebook has a file of its own, whose name is a number.
+    name = "cell" if "ipykernel" in file else Path(file).name
+    return f"{name}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def told_entry(step: Step) -> str:

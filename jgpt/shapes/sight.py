@@ -1,5 +1,6 @@
 """Proofs of sight: which positions of its inputs an output can depend on, at given sizes."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -241,35 +242,38 @@ class _Asked:
     def _axes_of(self, asked: _Axis, question: Question, sizes: Mapping[str, int]) -> list[int]:
         """Return the axis of each output that grows with the axis of the inputs."""
         size = sizes[asked.name]
-        other_question, other = self._at_another_size(asked.name, sizes)
         shapes = [aval.shape for aval in question.closed.out_avals]
-        other_shapes = [aval.shape for aval in other_question.closed.out_avals]
+        other = self._at_another_size(asked.name, sizes)
+        if other is None:
+            # A function of one size: an output has the axis where the inputs have it.
+            places = {axes.index(asked.name) for axes in self.of.values() if asked.name in axes}
+            others = [
+                tuple(0 if axis in places else length for axis, length in enumerate(shape))
+                for shape in shapes
+            ]
+        else:
+            others = [aval.shape for aval in other.closed.out_avals]
         axes = []
-        for number, (shape, other_shape) in enumerate(zip(shapes, other_shapes, strict=True)):
+        for number, (shape, other_shape) in enumerate(zip(shapes, others, strict=True)):
             found = []
-            for axis, pair in enumerate(zip(shape, other_shape, strict=True)):
-                if pair == (size, other):
+            for axis, (length, other_length) in enumerate(zip(shape, other_shape, strict=True)):
+                if length == size and length != other_length:
                     found.append(axis)
             if len(found) != 1:
                 has = "no axis" if not found else f"{len(found)} axes"
                 raise ValueError(
                     f"output {number} has {has} of the length {asked.name}: give a function "
-                    f"whose outputs have one, such as logits, or ask `jgpt.shapes.reads`"
+                    "whose outputs have one, such as logits, or ask `jgpt.shapes.reads`"
                 )
             axes += found
         return axes
 
-    def _at_another_size(self, name: str, sizes: Mapping[str, int]) -> tuple[Question, int]:
-        size = sizes[name]
-        errors = []
-        for other in (size - 1, size + 1):
-            if other < 1:
-                continue
-            try:
-                return self._ask({**sizes, name: other}), other
-            except Exception as error:
-                errors.append(error)
-        raise errors[-1]
+    def _at_another_size(self, name: str, sizes: Mapping[str, int]) -> Question | None:
+        for other in (sizes[name] - 1, sizes[name] + 1):
+            with contextlib.suppress(Exception):  # this length is not possible
+                if other >= 1:
+                    return self._ask({**sizes, name: other})
+        return None
 
     def proven_text(
         self,
@@ -315,7 +319,7 @@ class _Asked:
             lines.append(
                 f"  {name}{told(place)} has no rule: each of its results may depend on every input"
             )
-        lines += self._advice()
+        lines += _advice(found.question)
         lines.append("  from the output to the input:")
         lines += [f"    {line}" for line in texts_of(steps)]
         return "\n".join(lines)
@@ -336,16 +340,16 @@ class _Asked:
                 return found, at_length
         return leak, sizes
 
-    def _advice(self) -> Iterator[str]:
-        """Yield a line for each array of floats that looks like a mask."""
-        question = self._ask({**self.other_sizes({}), self.questions[0].name: 4})
-        for value in (*question.closed.consts, *question.weights):
-            if _looks_like_a_mask(value):
-                shape = ",".join(map(str, value.shape))
-                yield (
-                    f"  {value.dtype.name}[{shape}] has the values of a mask, and is taken for a "
-                    "parameter: keep a mask in booleans or in NumPy, or give it as Known"
-                )
+
+def _advice(question: Question) -> Iterator[str]:
+    """Yield a line for each array of floats that looks like a mask."""
+    for value in (*question.closed.consts, *question.weights):
+        if _looks_like_a_mask(value):
+            shape = ",".join(map(str, value.shape))
+            yield (
+                f"  {value.dtype.name}[{shape}] has the values of a mask, and is taken for a "
+                "parameter: keep a mask in booleans or in NumPy, or give it as Known"
+            )
 
 
 def _looks_like_a_mask(value: Any) -> bool:

@@ -223,7 +223,7 @@ class EquinoxGPT(eqx.Module):
 
 class LSTM(linen.Module):
     @linen.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> Any:
         return linen.RNN(linen.OptimizedLSTMCell(5))(x)
 
 

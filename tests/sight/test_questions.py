@@ -38,6 +38,20 @@ def test_the_lengths_that_are_proven_are_told_and_no_others() -> None:
     assert refusing == "proven for t = 1 to 5; it refuses t = 6: 6 is more than 5"
 
 
+def test_a_function_of_one_length_is_asked_at_that_length() -> None:
+    def of_three(x: Array, right: bool) -> Array:
+        y = x.reshape(2, 3, 4) if right else x.reshape(2, 4, 3).mT
+        return jnp.cumsum(y, 1)
+
+    def asked(right: bool) -> Any:
+        return jgpt.prove(
+            lambda x: of_three(x, right), "float32[b t 4]", causal="t", sizes={"t": 3}
+        )
+
+    assert str(asked(True)).startswith("proven for t = 3\n")
+    assert str(asked(False)).startswith("not proven: output 0 can depend on input 1\n")
+
+
 def test_a_way_goes_from_the_output_to_the_input() -> None:
     def program(x: Array) -> Array:
         early = x[:, ::-1]
@@ -143,7 +157,7 @@ def million(x: Array) -> Array:
 
 
 def in_place(x: Array) -> Array:
-    ref = jax.new_ref(x) if hasattr(jax, "new_ref") else jax.array_ref(x)
+    ref = jax.new_ref(x)
     ref[...] = 2 * x
     return ref[...]
 

@@ -138,6 +138,20 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: jnp.convolve(x, np.array([1.0, 0.0, 2.0])),
         [[0, 0], [1, 1], [0, 2], [1, 3], [2, 4], [3, 3], [4, 4]],
     ),
+    "convolved to two features": (
+        lambda x: lax.conv_general_dilated(
+            x[None, :, None],
+            jnp.ones((2, 1, 2)),
+            (1,),
+            [(1, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )[0, :, 1],
+        [[max(t - 1, 0), t] for t in EACH],
+    ),
+    "0 times what has no rule": (
+        lambda x: 0 * jnp.linalg.cholesky(x[:1, None])[0],
+        [[0, 0]],
+    ),
     "a loop as data decides": (spread, [[0, 4]] * TIME),
     "a scan": (shifted_in_scan, [NONE, *[[t, t] for t in EACH[:-1]]]),
     "a branch as data decides": (
