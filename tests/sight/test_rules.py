@@ -41,6 +41,15 @@ def shifted_in_scan(x: Any) -> Any:
     return lax.scan(lambda carry, item: (item, carry), 0.0, x)[1]
 
 
+def far_below(x: Any) -> Any:
+    """One of two numbers far below moderate ones, as the last position decides."""
+    return jnp.where(x[4] > 0, -1e7, -2e7)
+
+
+def infinite_or_0(x: Any) -> Any:
+    return jnp.where(x > 0, jnp.inf, 0.0)
+
+
 HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "elements": (lambda x: jnp.exp(x) * 3, [[t, t] for t in EACH]),
     "two": (lambda x: x[1:] * x[:-1], [[t, t + 1] for t in EACH[:-1]]),
@@ -151,6 +160,26 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "0 times what has no rule": (
         lambda x: 0 * jnp.linalg.cholesky(x[:1, None])[0],
         [[0, 0]],
+    ),
+    "a maximum with a scaled masked number": (
+        lambda x: jnp.maximum(x[0] * (x[0] - 1e9), far_below(x)),
+        [[0, 4]],
+    ),
+    "a maximum with a difference of infinities": (
+        lambda x: jnp.maximum(infinite_or_0(x[0]) - infinite_or_0(x[1]), far_below(x)),
+        [[0, 4]],
+    ),
+    "0 times a sum of what may be -inf": (
+        lambda x: 0 * jnp.where(x > 0, 0.0, -jnp.inf).sum(),
+        [[0, 4]],
+    ),
+    "whether what is beyond the end is no number": (
+        lambda x: jnp.where(jnp.isnan(jnp.take(x, np.array([7]), mode="fill")), x[4:], x[:1]),
+        [[0, 4]],
+    ),
+    "an index that is one of two": (
+        lambda x: x[:3][jnp.where(x[4] > 0, 1, 2)],
+        [[0, 4]],
     ),
     "a loop as data decides": (spread, [[0, 4]] * TIME),
     "a scan": (shifted_in_scan, [NONE, *[[t, t] for t in EACH[:-1]]]),
