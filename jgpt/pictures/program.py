@@ -15,7 +15,13 @@ import numpy as np
 from jax.extend import core
 from jax.extend.random import threefry_prng_impl
 
-from jgpt.shapes.jaxprs import inner_program, is_library_program, is_of_library, lines_of
+from jgpt.shapes.jaxprs import (
+    inner_program,
+    is_library_program,
+    is_of_library,
+    lines_of,
+    scan_sizes,
+)
 
 Parameters = dict[str, Any]
 
@@ -469,7 +475,7 @@ class _Flattener:
         body = parameters["jaxpr"]
         length = parameters["length"]
         # A scan has its operands in this order: constants, what it carries, what it has stacked.
-        first_carry, carried = _scan_sizes(parameters)
+        first_carry, carried = scan_sizes(parameters)
         first_stacked = first_carry + carried
         constants = operands[:first_carry]
         carry = operands[first_carry:first_stacked]
@@ -540,14 +546,6 @@ class _Flattener:
             arguments.append(jax.ShapeDtypeStruct(shape, dtype))
         closed = jax.make_jaxpr(program)(*arguments)
         return self.run(closed.jaxpr, closed.consts, operands, line)
-
-
-def _scan_sizes(parameters: Parameters) -> tuple[int, int]:
-    """Return the numbers of a scan's constants and of what it carries."""
-    if "num_consts" in parameters:
-        return parameters["num_consts"], parameters["num_carry"]
-    constants, carry, _ = parameters["ft_in"].unpack()  # since JAX 0.12
-    return len(constants), len(carry)
 
 
 def _program_of(closed: Any) -> Program:

@@ -24,6 +24,7 @@ from jgpt.shapes.jaxprs import (
     is_library_program,
     is_of_library,
     lines_of,
+    scan_sizes,
 )
 from jgpt.shapes.reading_rules import CALLS, RULES, SAME, anything, computed
 
@@ -223,8 +224,8 @@ class Interpreter:
                 f"a scan of {length} steps is more than the {MOST_STEPS} that are unrolled"
                 f"{told(place)}: ask at a smaller size"
             )
-        begin = parameters["num_consts"]
-        end = begin + parameters["num_carry"]
+        begin, carried = scan_sizes(parameters)
+        end = begin + carried
         constants = operands[:begin]
         carry = operands[begin:end]
         by_step: dict[int, list[Abstract]] = {}

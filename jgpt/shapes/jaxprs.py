@@ -23,6 +23,14 @@ def inner_program(parameters: Mapping[str, Any]) -> Any:
     return None
 
 
+def scan_sizes(parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of a scan's constants and of what it carries."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    constants, carry, _ = parameters["ft_in"].unpack()  # since JAX 0.12
+    return len(constants), len(carry)
+
+
 def lines_of(equation: Any) -> Iterator[Line]:
     """Yield the lines of source whose call made an operation, from the innermost."""
     traceback = equation.source_info.traceback
