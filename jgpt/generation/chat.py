@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jgpt.config import CHAT_TOP_P
-from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
+from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel

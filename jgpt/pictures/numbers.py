@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.encode import Tokenizer
+from jgpt.nn.precision import wider_dtype
 from jgpt.pictures.anatomy import (
     RecordedCall,
     anatomy_of,
@@ -22,7 +23,6 @@ from jgpt.pictures.anatomy import (
     is_real,
     record_calls,
 )
-from jgpt.nn.precision import wider_dtype
 from jgpt.shapes.calls import TypedCall, watching
 from jgpt.shapes.capture import edit
 from jgpt.shapes.contract import typed

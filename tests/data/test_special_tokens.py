@@ -12,9 +12,7 @@ from flax import nnx
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
-from jgpt.data.tokenizers import (
-    encode_each,
-)
+from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
@@ -193,24 +191,6 @@ def test_a_chat_has_none(tokenizer):
 
     chat = Chat(Model(), chatty)  # type: ignore[arg-type]
     assert chatty.begin[0] not in chat._tokens([chat._pieces("user", "hello world")])
-
-
-@pytest.mark.parametrize("content", ["éé", "<é>", "café", "ÿ¡", "naïve token", "<ascii>", "你"])
-def test_an_added_token_is_decoded_as_its_text(content):
-    """The byte-level alphabet has letters such as é, which stand for bytes; here they do not."""
-    tokenizer = BPETokenizer.train([TEXT], 280)
-    values = json.loads(tokenizer.to_json())["tokenizer"]
-    added_token = tokenizer.vocab_size
-    added = {"id": added_token, **token_fields(content), "special": False}
-    values["added_tokens"] = [added]
-    tokenizer = BPETokenizer.from_hf(values)
-    text = f"hello é{content} {content}{content}\nwörld"
-
-    tokens = tokenizer.encode(text)
-
-    assert added_token in tokens
-    assert tokenizer.vocab_size == added_token + 1
-    assert tokenizer.decode(tokens) == text
 
 
 STRIPPING = {

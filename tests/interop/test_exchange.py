@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.data.tokenizers import read_tokenizer
+from jgpt.data.encode import read_tokenizer
 from jgpt.fitting.evaluate import evaluate
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer

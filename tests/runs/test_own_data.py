@@ -96,13 +96,13 @@ def written(folder, name: str, text: str) -> str:
 
 
 def dna(folder):
-    data = written(folder, "genes.txt", text_of(Codons.words, 1))
-    return {"tokenizer": Codons()}, (data,)
+    tokens = Codons().encode(text_of(Codons.words, 1))
+    return {"dataset": Dataset.from_tokens(tokens, tokenizer=Codons())}, ("pydocs",)
 
 
 def chess(folder):
-    data = written(folder, "games.txt", text_of(Chess.words, 2))
-    return {"tokenizer": Chess()}, (data,)
+    tokens = Chess().encode(text_of(Chess.words, 2))
+    return {"dataset": Dataset.from_tokens(tokens, tokenizer=Chess())}, ("pydocs",)
 
 
 def midi(folder):
