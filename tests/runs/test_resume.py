@@ -354,7 +354,7 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
         fit(other, resume=True)
     moved.write_text(poem.read_text() + "!")
     with pytest.raises(
-        ValueError, match="has other tokens than the run was trained on .unknown character '!'"
+        ValueError, match=r"has other tokens than the run .*unknown character '!'"
     ):
         fit(elsewhere, resume=True)
     # nobody knows the text of a run without provenance
