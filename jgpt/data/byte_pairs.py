@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import json
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -223,18 +221,6 @@ class BPETokenizer:
                 return self.fast.encode_to_numpy(text, allowed_special="all").astype(np.int32)
         return np.array(_encode(self._backend, text), np.int32)
 
-    def takes_spaces_before(self, text: str) -> bool:
-        """Return whether a text begins with an added token that takes the spaces before it."""
-        if not text or not self._lstrip_tokens:
-            return False
-        tokens = _encode(self._backend, " " + text)
-        return bool(tokens) and tokens[0] in self._lstrip_tokens
-
-    @functools.cached_property
-    def _lstrip_tokens(self) -> set[int]:
-        added = self._backend.get_added_tokens_decoder()
-        return {number for number, token in added.items() if token.lstrip}
-
     @typed
     def encode_ordinary(self, text: str) -> Tokens:
         """Encode text that follows a special token; special tokens inside it are encoded as plain
@@ -243,68 +229,6 @@ class BPETokenizer:
         A tokenizer that puts a space before the first word of a text adds none here.
         """
         return np.array(_encode(self._ordinary, text), np.int32)
-
-    @typed
-    def encode_template(self, pieces: Sequence[int | str]) -> Tokens:
-        """Encode a chat template whose fields are filled in.
-
-        `pieces` are the numbers of special tokens, and the texts between them. They are encoded as
-        one text, in which a special token may include the spaces beside it. A text never becomes a
-        special token. Raises ValueError where the tokenizer would not find a special token beside
-        this text; transformers would not find it either.
-        """
-        renamed = self._renamed
-        text = ""
-        for piece in pieces:
-            if isinstance(piece, str):
-                text += piece
-            else:
-                text += renamed.names[piece]
-        tokens = []
-        for token in _encode(renamed.backend, text):
-            tokens.append(renamed.numbers.get(token, token))
-        for number in renamed.names:
-            if tokens.count(number) < pieces.count(number):
-                raise ValueError(
-                    f"the tokenizer reads {self.decode([number])!r} as text beside other text: "
-                    "its added token has single_word or normalized set in tokenizer.json"
-                )
-        return np.array(tokens, np.int32)
-
-    @functools.cached_property
-    def _renamed(self) -> "_Renamed":
-        """The tokenizer with other names for its special tokens, which no text contains."""
-        values = json.loads(self._backend.to_str())
-        # Renaming tokens in the model's vocabulary would break the merges that make them. Without
-        # their old names, they are added as new tokens, and the vocabulary stays.
-        values["added_tokens"] = []
-        values["post_processor"] = None
-        backend = tokenizers.Tokenizer.from_str(json.dumps(values))
-        # The library numbers new tokens from the size of the vocabulary on. Where the vocabulary
-        # skips numbers, those are already in use.
-        vocabulary = backend.get_vocab()
-        missing = range(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
-        unguessable = secrets.token_hex()
-        backend.add_tokens([f"{unguessable}/{number}" for number in missing])
-        names: dict[int, str] = {}
-        numbers: dict[int, int] = {}
-        for number, token in sorted(self._backend.get_added_tokens_decoder().items()):
-            name = token.content
-            if token.special:
-                name = f"<|{unguessable}-{number}|>"
-                names[number] = name
-            renamed = tokenizers.AddedToken(
-                name,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-            )
-            backend.add_tokens([renamed])
-            new_number = backend.token_to_id(name)
-            assert new_number is not None  # it was just added
-            numbers[new_number] = number
-        return _Renamed(backend, names, numbers)
 
     @functools.cached_property
     def _ordinary(self) -> Any:
@@ -366,7 +290,43 @@ class BPETokenizer:
     def decode(self, tokens: AnyTokens) -> str:
         """Decode; invalid UTF-8 becomes the replacement character."""
         indices = in_range(tokens, self.vocab_size)
-        return self._backend.decode(indices, skip_special_tokens=False)
+        if not self._whole_texts:
+            return self._decode(indices)
+        text = ""
+        pending: list[int] = []
+        for token in indices:
+            if token not in self._whole_texts:
+                pending.append(token)
+                continue
+            text += self._decode(pending) + self._whole_texts[token]
+            pending = []
+        return text + self._decode(pending)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._backend.decode(tokens, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _whole_texts(self) -> dict[int, str]:
+        """The added tokens whose text the byte-level decoder would take for letters of its
+        alphabet.
+
+        The alphabet's é stands for a byte, but an added token é is its text. Where a letter or a
+        merge of letters is an added token, too, the token stays bytes, which texts need.
+        """
+        values = json.loads(self._backend.to_str())
+        if "ByteLevel" not in json.dumps(values["decoder"]):
+            return {}
+        made_of_bytes = set(bytes_of_letters())
+        for pair in values["model"].get("merges", ()):
+            made_of_bytes.add("".join(pair))
+        found = {}
+        for token, added in self._backend.get_added_tokens_decoder().items():
+            text = added.content
+            if text.isascii() or text in made_of_bytes:
+                continue
+            if self._decode([token]) != text:
+                found[token] = text
+        return found
 
     @functools.cached_property
     def special(self) -> list[int]:
@@ -383,17 +343,6 @@ class BPETokenizer:
         if self.vocab_size > self._last_with_text + 1:
             size = f'"vocab_size": {self.vocab_size}, '
         return f'{{"type": "bpe", {adds}{size}"tokenizer": {self._backend.to_str()}}}'
-
-
-@dataclass(frozen=True)
-class _Renamed:
-    """A tokenizer with other names for its special tokens."""
-
-    backend: Any
-    names: dict[int, str]
-    """The new name of each special token, by its number in the original tokenizer."""
-    numbers: dict[int, int]
-    """The original number of each added token, by its new number."""
 
 
 def _tokens_before_text(processor: Any) -> list[int]:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -34,23 +33,6 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     if tokenizer.vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
-
-
-def hf_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `tokenizer_config.json` of a tokenizer that jgpt made.
-
-    Its special token has all the roles that programs ask for, as in GPT-2. No other token is named,
-    since transformers would add it beyond the model's embedding.
-    """
-    values: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        # Otherwise version 4 of transformers removes spaces before punctuation.
-        "clean_up_tokenization_spaces": False,
-    }
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
-        for name in ("bos_token", "eos_token", "unk_token"):
-            values[name] = END_OF_TEXT
-    return values
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -170,8 +152,6 @@ class _Part:
     text: str
     context: str
     """The characters before this part."""
-    following: str
-    """The characters after this part."""
     offset: int
     is_last: bool
 
@@ -191,7 +171,6 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
             yield _Part(
                 text[start:],
                 context=context[-CONTEXT:],
-                following=(next_text or "")[:CONTEXT],
                 offset=offset + start,
                 is_last=next_text is None,
             )
@@ -220,13 +199,10 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
         # part is encoded behind its line's beginning, whose tokens are then left out.
         line_start = part.context.rfind("\n", 0, -1) + 1
         line = part.context[line_start:]
-        text = part.text
-        if tokenizer.takes_spaces_before(part.following):
-            text = text.rstrip()  # the next part begins with a token that includes these spaces
         before = encode(tokenizer, line)
-        tokens = encode(tokenizer, line + text)
+        tokens = encode(tokenizer, line + part.text)
         if np.array_equal(tokens[: len(before)], before):
             return tokens[len(before) :]
-        return encode(tokenizer, text)
+        return encode(tokenizer, part.text)
 
     return encode_after_context

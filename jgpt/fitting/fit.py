@@ -365,7 +365,6 @@ def _check_custom_code(
     windows: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
     made = own_batches(config, prepared.dataset)
     if made is not None:
-        made.require_pure(int(state.step))
         windows = made.abstract(int(state.step))
     if config.objective is not None:
         _check_objective(prepared, state, made, progress)

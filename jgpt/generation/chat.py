@@ -125,16 +125,15 @@ class Chat:
             self._turns = [*turns, self._pieces("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
-        """Encode turns, followed by the words that open an answer.
-
-        They are encoded as one text, since a special token may include the spaces and newlines
-        beside it.
-        """
-        pieces: _Turn = []
-        for turn in turns:
-            pieces += turn
-        pieces += [self._start, "assistant\n"]
-        return self._tokenizer.encode_template(pieces).tolist()
+        """Encode turns, followed by the words that open an answer."""
+        tokens: list[int] = []
+        for turn in [*turns, [self._start, "assistant\n"]]:
+            for piece in turn:
+                if isinstance(piece, str):
+                    tokens.extend(self._tokenizer.encode_ordinary(piece).tolist())
+                else:
+                    tokens.append(piece)
+        return tokens
 
     def _pieces(self, role: str, text: str) -> _Turn:
         return [self._start, f"{role}\n{text}", self._end, "\n"]

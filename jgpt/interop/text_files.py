@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from jgpt.data.byte_pairs import BPETokenizer
-from jgpt.data.encode import Tokenizer, hf_tokenizer_config, read_tokenizer
+from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
+from jgpt.data.encode import Tokenizer, read_tokenizer
 from jgpt.durable import prefix_errors, read_json
 
 HF_CONFIG = "config.json"
@@ -195,11 +195,28 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(**fields)
 
 
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the `tokenizer_config.json` of a tokenizer that jgpt made.
+
+    Its special token has all the roles that programs ask for, as in GPT-2. No other token is named,
+    since transformers would add it beyond the model's embedding.
+    """
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Otherwise version 4 of transformers removes spaces before punctuation.
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+        for name in ("bos_token", "eos_token", "unk_token"):
+            values[name] = END_OF_TEXT
+    return values
+
+
 def write_tokenizer(tokenizer: Tokenizer, files: TextFiles, directory: Path) -> None:
     """Write `tokenizer.json`, and a `tokenizer_config.json` if the files have none."""
     tokenizer.to_hf().save(str(directory / TOKENIZER_JSON))
     if TOKENIZER_CONFIG not in files:
-        text = json.dumps(hf_tokenizer_config(tokenizer), indent=2)
+        text = json.dumps(_tokenizer_config(tokenizer), indent=2)
         (directory / TOKENIZER_CONFIG).write_text(text + "\n")
 
 

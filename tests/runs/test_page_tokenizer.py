@@ -491,7 +491,7 @@ class Vowels:
 def test_another_tokenizer_is_refused_with_the_reason():
     with pytest.raises(Uncomputable, match=r"with this tokenizer: its normalizer is Prepend$"):
         vocabulary_of(BPETokenizer(llama2(), vocab_size=1000))
-    for tokenizer in (OwnTokenizer.of(Vowels), NumberTokenizer(11)):
+    for tokenizer in (OwnTokenizer.of(Vowels()), NumberTokenizer(11)):
         with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
             vocabulary_of(tokenizer)
 

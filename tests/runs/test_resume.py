@@ -353,9 +353,7 @@ def test_a_text_may_move_but_not_change(copy, poem, tmp_path):
     with pytest.raises(ValueError, match=message):
         fit(other, resume=True)
     moved.write_text(poem.read_text() + "!")
-    with pytest.raises(
-        ValueError, match=r"has other tokens than the run .*unknown character '!'"
-    ):
+    with pytest.raises(ValueError, match=r"has other tokens than the run .*unknown character '!'"):
         fit(elsewhere, resume=True)
     # nobody knows the text of a run without provenance
     (Path(copy.out) / "provenance.jsonl").unlink()
