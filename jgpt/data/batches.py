@@ -81,6 +81,19 @@ def batches(
 
 
 @typed
+def batch(
+    tokens: Tokens,
+    seed: int,
+    step: int,
+    batch_size: int,
+    block_size: int,
+) -> tuple[Int[Array, "{batch_size} {block_size}"], Int[Array, "{batch_size} {block_size}"]]:
+    """Return the inputs and targets of a step; the targets are the inputs shifted by one token."""
+    window = batches(tokens, seed, step, 1, batch_size, block_size)[0]
+    return window[:, :-1], window[:, 1:]
+
+
+@typed
 def batch_starts(
     seed: int,
     first_step: int,

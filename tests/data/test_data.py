@@ -16,7 +16,7 @@ from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import encode
 from jgpt.data import prepared as prepared_module
-from jgpt.data.batches import batches, evaluation_windows, resident
+from jgpt.data.batches import batch, batches, evaluation_windows, resident
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
 from jgpt.data.prepared import digest_of, prepare
@@ -27,11 +27,12 @@ COUNTING = np.arange(1013, dtype=np.int32)
 
 
 @pytest.mark.parametrize("tokens", [COUNTING, resident(COUNTING)], ids=["mapped", "resident"])
-def test_windows_lie_within_the_text(tokens):
+def test_windows_lie_within_the_text_and_targets_follow_inputs(tokens):
     seed = 3
     step = 11
 
     windows = np.asarray(batches(tokens, seed, step, steps=5, batch_size=4, block_size=7))
+    inputs, targets = batch(tokens, seed, step, batch_size=4, block_size=7)
 
     # a window is a block and one token more, its last target
     assert windows.shape == (5, 4, 8)
@@ -39,6 +40,8 @@ def test_windows_lie_within_the_text(tokens):
     assert (windows == first + np.arange(8)).all()
     assert windows.min() >= 0
     assert windows.max() <= 1012
+    assert np.array_equal(inputs, windows[0, :, :-1])
+    assert np.array_equal(targets, inputs + 1)
 
 
 def test_every_place_is_drawn_and_no_other():
