@@ -87,7 +87,6 @@ def is_prepared(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-@typed
 def open_prepared(folder: Path) -> Prepared:
     """Open a folder. Raises ValueError for one that is incomplete or damaged."""
     try:
