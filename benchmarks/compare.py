@@ -36,7 +36,7 @@ from stepping import variant
 from tables import ON_A_CPU
 from texts import write_code
 
-from jgpt.data.corpus import shakespeare_file
+from jgpt.data.sources import shakespeare_file
 from jgpt.fields import to_json
 from jgpt.presets import PRESETS, preset
 

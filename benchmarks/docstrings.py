@@ -29,7 +29,7 @@ import tyro
 from flax import nnx
 
 import jgpt
-from jgpt.data.corpus import read_text
+from jgpt.data.sources import read_text
 from jgpt.interop.huggingface import HF_WEIGHTS
 
 PACKAGES = {

@@ -45,7 +45,7 @@ def encode(way: str, text: str, files: str, out: str) -> None:
             for tokens in pool.map(tiktoken_of(files).encode_to_numpy, chunks(words)):
                 file.write(tokens.astype(np.uint16).tobytes())
         else:
-            from jgpt.data.tokenizers import BPETokenizer
+            from jgpt.data.byte_pairs import BPETokenizer
 
             backend = BPETokenizer.from_gpt2(Path(files))._backend
             for chunk in chunks(words):

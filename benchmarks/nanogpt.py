@@ -28,7 +28,7 @@ def require(checkout: Path) -> None:
 
 def check_out(nanogpt: Path, directory: str) -> Path:
     """A copy of nanoGPT's checkout that has prepared tiny Shakespeare, and takes a seed."""
-    from jgpt.data.corpus import shakespeare_file
+    from jgpt.data.sources import shakespeare_file
 
     require(nanogpt)
     checkout = Path(directory, "nanoGPT")

@@ -29,7 +29,7 @@ from runner import write
 from tokenizers import pre_tokenizers
 
 import jgpt
-from jgpt.data.corpus import read_text
+from jgpt.data.sources import read_text
 
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"

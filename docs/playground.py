@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jgpt
-from jgpt.data.corpus import has_shakespeare
+from jgpt.data.sources import has_shakespeare
 from jgpt.pictures.opening import opening_text
 from jgpt.pictures.page import model_page
 from jgpt.presets import preset

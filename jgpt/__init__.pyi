@@ -1,7 +1,8 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from .data.batch import Batch
+from .data.byte_pairs import BPETokenizer
+from .data.characters import ByteTokenizer, CharTokenizer
 from .data.dataset import Dataset, load_dataset
-from .data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer
 from .fitting.evaluate import evaluate
 from .fitting.fit import fit
 from .generation.chat import Chat

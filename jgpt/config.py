@@ -24,8 +24,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
-TokenizerName = Literal["char", "byte", "bpe", "gpt2", "numbers"]
-TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
+TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
 StatisticName = Literal["gradient_norms", "update_ratios", "activation_rms"]
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -35,7 +34,7 @@ DEFAULT_TEMPERATURE = 0.8
 CHAT_TOP_P = 0.95
 """The nucleus of a chat. Chat models are tuned to be sampled with one: at the temperature alone, an
 answer sometimes has a token of another language or subject, and goes on from there."""
-TOKENIZER_FIELDS = ("tokenizer", "tokenizer_files", "bpe_vocab_size", "numbers_vocab_size")
+TOKENIZER_FIELDS = ("tokenizer", "tokenizer_files", "bpe_vocab_size")
 """The fields of a DataConfig that say which tokenizer to make."""
 
 BYTES_AND_A_MERGE = Rule("be at least 257: 256 bytes and one merge", lambda value: value >= 257)
@@ -233,14 +232,12 @@ class DataConfig(Fields):
     """The data and its tokenizer."""
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
-    """The corpora pydocs or shakespeare, files and folders of text, JSON lines, CSV or Parquet, or
-    tokens: a .npy or .bin file, or a folder that `jgpt prepare` or nanoGPT's prepare.py wrote. With
-    weights, as in a.txt=0.7 b.txt=0.3, each window is drawn from one of them."""
-    universal_newlines: bool = True
-    """Read CR LF and CR as newlines and drop a byte-order mark; off keeps the text as it is."""
+    """The corpora pydocs or shakespeare, files and folders of text, JSON lines or Parquet, or a
+    folder that `jgpt prepare` wrote. With weights, as in a.txt=0.7 b.txt=0.3, each window is drawn
+    from one of them."""
     tokenizer: TokenizerName = "char"
-    """Characters, bytes, byte-pairs trained on the text, GPT-2's byte-pairs from tokenizer_files,
-    or numbers for tokens without a text. Prepared data brings its own."""
+    """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
+    tokenizer_files. Prepared data brings its own."""
     bpe_vocab_size: Annotated[int, BYTES_AND_A_MERGE] = 1024
     """The vocabulary size of trained byte-pairs."""
     tokenizer_files: str | None = None
@@ -250,15 +247,7 @@ class DataConfig(Fields):
     test_fraction: Fraction = 0.0
     """The fraction for testing, at the end of the text, for `jgpt eval --split test`."""
     data_field: str = "text"
-    """The field or column of JSON lines, CSV and Parquet that has the text."""
-    token_dtype: TokenDtype = "auto"
-    """The dtype of a .bin file of tokens. auto is nanoGPT's: uint16, or uint32 for a vocabulary
-    above 65,536. A .npy file says its own."""
-    numbers_vocab_size: Count | None = None
-    """The vocabulary size of numbers; by default one more than the largest number."""
-    make: object = None
-    """A tokenizer of the user's own, instead of `tokenizer`: an object with encode, decode and
-    vocab_size, or what makes one without arguments. A run records its name and SHA-256."""
+    """The field or column of JSON lines and Parquet that has the text."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):

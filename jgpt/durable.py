@@ -23,15 +23,14 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
     or killed leaves it, and the next one with the same word goes on with it. Raises FileExistsError
     if `path` exists and is not an empty directory, and BlockingIOError if another process fills it.
     """
-    is_empty = path.is_dir() and not any(path.iterdir())
-    if os.path.lexists(path) and not is_empty:
-        raise FileExistsError(f"{path} already exists: choose another directory")
+    _require_free(path)
     make_directory(path.parent)
     partial = path.with_name(f"{path.name}.{content or 'new'}.jgpt.partial")
     lock = path.with_name(f"{path.name}.jgpt.lock")
     with locked(lock, path):
         is_to_continue = False
         try:
+            _require_free(path)  # another process may have filled it before it gave up the lock
             # of processes that were killed: whoever fills one has the lock
             for abandoned in path.parent.glob(f"{path.name}.*.jgpt.partial"):
                 if abandoned != partial or content is None:
@@ -58,6 +57,12 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             if not is_to_continue:
                 shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def _require_free(path: Path) -> None:
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if os.path.lexists(path) and not is_empty:
+        raise FileExistsError(f"{path} already exists: choose another directory")
 
 
 def write_file(path: Path, data: str | bytes) -> None:

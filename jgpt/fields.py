@@ -174,13 +174,7 @@ class Code(Fields):
         """Make the record of a function or class; a record is returned unchanged."""
         if isinstance(make, Code):
             return make
-        record = getattr(make, "code", None)
-        if isinstance(record, Code):  # a tokenizer that was wrapped already
-            return record
         name = getattr(make, "__qualname__", type(make).__qualname__)
-        if not callable(make):  # an object, such as a tokenizer, has the file of its class
-            name = _name_of_object(make)
-            make = type(make)
         try:
             path = Path(inspect.getfile(make))
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -193,20 +187,6 @@ class Code(Fields):
         for file, sha256 in imported_beside(path).items():
             modules.append((file.relative_to(path.parent).as_posix(), sha256))
         return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
-
-
-def _name_of_object(instance: Any) -> str:
-    """Return the name of an object in the module of its class, or else the name of the class.
-
-    With the object's own name the user can load it again, which its class may not make alone.
-    """
-    kind = type(instance)
-    module = sys.modules.get(kind.__module__)
-    if module is not None:
-        for name, value in vars(module).items():
-            if value is instance:
-                return name
-    return kind.__qualname__
 
 
 def imported_beside(path: Path) -> dict[Path, str]:
@@ -273,7 +253,7 @@ Make = Callable | Code | None
 
 def code_fields(kind: type) -> list[str]:
     """Return the names of a config's fields that hold custom code."""
-    return [name for name, (hint, _) in _hints(kind).items() if hint in (Make, object)]
+    return [name for name, (hint, _) in _hints(kind).items() if hint == Make]
 
 
 def values_without_code(config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Custom models, optimizers, objectives, tokenizers and batches: loading them from a file, and
+"""Custom models, optimizers, objectives and batches: loading them from a file, and
 comparing them with those of a run."""
 
 import dataclasses
@@ -26,7 +26,7 @@ _beside: dict[Path, str] = {}  # the files in their folders that they imported, 
 
 
 def load_code(named: str) -> Any:
-    """Run the file in FILE.py:NAME and return its function or class NAME, or its tokenizer.
+    """Run the file in FILE.py:NAME and return its function or class NAME.
 
     The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
     there is no such name, and OSError if it can't be read.
@@ -46,7 +46,7 @@ def load_code(named: str) -> Any:
         _load(path, unique)
     module = sys.modules[unique]
     found = getattr(module, name, None)
-    if not callable(found) and not hasattr(found, "encode"):
+    if not callable(found):
         callables = [known for known, value in vars(module).items() if callable(value)]
         suggestion = did_you_mean(name, callables)
         raise ValueError(f"{file} has no function or class {name!r}{suggestion}")
@@ -177,7 +177,6 @@ def with_code(
     optimizer: Make | str = None,
     objective: Make | str = None,
     *,
-    tokenizer: Any = None,
     batches: Make | str = None,
 ) -> TrainConfig:
     """Put custom code into a config, as objects or as FILE.py:NAME.
@@ -210,9 +209,6 @@ def with_code(
         make = _loaded_code(objective)
         require_call(make, "the objective is made by a function of (config)", config)
         config = dataclasses.replace(config, objective=make)
-    if tokenizer is not None and not isinstance(tokenizer, Code):
-        make = _loaded_code(tokenizer)
-        config = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, make=make))
     if batches is not None and not isinstance(batches, Code):
         make = _loaded_code(batches)
         _require_batches(make)
@@ -235,7 +231,6 @@ def custom_code(config: TrainConfig) -> dict[str, Any]:
         "model": config.model.make,
         "optimizer": config.optimizer.make,
         "objective": config.objective,
-        "tokenizer": config.dataset.make,
         "batches": config.batches,
     }
 

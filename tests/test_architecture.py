@@ -124,17 +124,17 @@ def test_the_layers_hold():
     planted = {
         "jgpt.config": "def f():\n    from jgpt.presets import preset",
         "jgpt.presets": "import jgpt.config",
-        "jgpt.nn.loss": "from jgpt.data import corpus",
-        "jgpt.data.corpus": "from jgpt import fit",
+        "jgpt.nn.loss": "from jgpt.data import sources",
+        "jgpt.data.sources": "from jgpt import fit",
         "jgpt.nn.heads": "if True:\n    from jgpt.training.step import init_state",
         "jgpt.training.step": "from jgpt.nn.loss import cross_entropy",
         "jgpt.fitting.loop": "",
     }
     assert sorted(violations(planted)) == [
         "a cycle: jgpt.config -> jgpt.presets -> jgpt.config",
-        "jgpt.data.corpus imports from the package's root",
+        "jgpt.data.sources imports from the package's root",
         "jgpt.nn.heads imports jgpt.training.step, which is not in a layer below it",
-        "jgpt.nn.loss imports jgpt.data.corpus, which is not in a layer below it",
+        "jgpt.nn.loss imports jgpt.data.sources, which is not in a layer below it",
     ]
 
 

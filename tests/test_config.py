@@ -283,7 +283,7 @@ def forward_pass(config):
         (ModelConfig, "attention_kernel", "nn/kernels.py", abstract_model),
         (OptimizerConfig, "optimizer", "training/optimizer.py", lambda its: make_optimizer(its, 9)),
         (OptimizerConfig, "schedule", "training/schedule.py", lambda its: make_optimizer(its, 9)),
-        (DataConfig, "tokenizer", "data/dataset.py", lambda its: load_dataset(its, 8)),
+        (DataConfig, "tokenizer", "data/prepared.py", lambda its: load_dataset(its, 8)),
         (
             TrainConfig,
             "trackers",

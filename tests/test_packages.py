@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jgpt.data import corpus
+from jgpt.data import sources
 from tests.test_documents import ROOT
 
 PLACEHOLDER = "OWNER" + "/jgpt"  # in two parts: this file is searched, too
@@ -131,8 +131,8 @@ def test_the_workflow_has_each_python_and_no_tests_but_those_of_ci_run():
 
 def test_continuous_integration_downloads_the_text_that_jgpt_downloads():
     script = (ROOT / ".ci" / "data").read_text()
-    assert f"fetch {corpus.SHAKESPEARE_URL} " in script
-    assert f" tinyshakespeare.txt {corpus.SHAKESPEARE_SHA256}\n" in script
+    assert f"fetch {sources.SHAKESPEARE_URL} " in script
+    assert f" tinyshakespeare.txt {sources.SHAKESPEARE_SHA256}\n" in script
 
 
 BESIDE_ANOTHER_LIBRARY = """

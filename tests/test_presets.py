@@ -49,8 +49,8 @@ REST = fields(
     optimizer: make=None trainable=()
     optimizer: decay_fraction=0.5 schedule_steps=None embedding_learning_rate=None ema_decay=0.0
     optimizer: muon_learning_rate=0.02 muon_weight_decay=0.0 muon_momentum=0.95
-    dataset: data_field='text' token_dtype='auto' numbers_vocab_size=None make=None
-    dataset: data=('pydocs',) universal_newlines=True bpe_vocab_size=1024 tokenizer_files=None
+    dataset: data_field='text'
+    dataset: data=('pydocs',) bpe_vocab_size=1024 tokenizer_files=None
     run: name='gpt' out=None seed=1337 eval_tokens='auto' steps_per_call=50 patience=None
     run: objective=None batches=None
     run: keep_best=1 keep_last=2 keep_every=None trackers=() sample_tokens=500 mesh=None

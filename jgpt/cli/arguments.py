@@ -27,19 +27,10 @@ Checkpoint = Annotated[
     Literal["best", "last"] | int,
     OptionSpec(help="The best by validation loss, the last, or a step."),
 ]
-Newlines = Annotated[
-    bool, OptionSpec(help="Read CR LF and CR as newlines and drop a byte-order mark.")
-]
 ModelOption = Annotated[
     str | None,
     OptionSpec(
         "FILE:NAME", "The custom model that the run was trained with, such as my_gpt.py:GPT."
-    ),
-]
-TokenizerOption = Annotated[
-    str | None,
-    OptionSpec(
-        "FILE:NAME", "The custom tokenizer that the run was trained with, such as my.py:Chess."
     ),
 ]
 MeshOption = Annotated[
@@ -70,7 +61,7 @@ def code_options(config: TrainConfig) -> list[str]:
 
 def options_to_load(config: TrainConfig) -> list[str]:
     """The options for the custom code without which a run can't be sampled and evaluated."""
-    return _code_options(config, ("model", "tokenizer"))
+    return _code_options(config, ("model",))
 
 
 def _code_options(config: TrainConfig, parts: Iterable[str]) -> list[str]:

@@ -67,13 +67,12 @@ def show_values(
     run: str,
     prompt: str,
     model: str | None,
-    tokenizer: str | None,
     *,
     of: str | None,
     json: bool,
 ) -> Lines:
     """Print the source of a run's model with the values of a prompt, or return it as JSON."""
-    with runs.loaded_run(run, "best", model=model, tokenizer=tokenizer) as opened:
+    with runs.loaded_run(run, "best", model=model) as opened:
         import jax.numpy as jnp
 
         from jgpt.shapes.source import annotated_source

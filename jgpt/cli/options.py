@@ -23,7 +23,6 @@ from jgpt.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    TokenizerName,
     TrainConfig,
 )
 from jgpt.fields import code_fields
@@ -190,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
         read, metavar = _reader(kind_of_item)
         if get_origin(kind) is tuple and get_origin(kind_of_item) is Literal:
             read = _separated_by_commas(read)
-        if name == "optimizer" or (name == "tokenizer" and kind is TokenizerName):
+        if name == "optimizer":
             # the name of a built-in one, or a user's own code
             read = _or_code(read)
             metavar = f"{metavar}|FILE:NAME"
@@ -376,9 +375,8 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     codes = {}
     for part in ("objective", "batches"):
         codes[part] = values.pop(part, None)
-    for part in ("optimizer", "tokenizer"):
-        if ".py:" in values.get(part, ""):
-            codes[part] = values.pop(part)
+    if ".py:" in values.get("optimizer", ""):
+        codes["optimizer"] = values.pop("optimizer")
     if options.initial is not None:
         _require_its_tokenizer(options.initial, values)
     config = with_code(_base_config(values, options), model, **codes)
@@ -581,7 +579,7 @@ def _raise_if_it_is_a_path(word: str) -> None:
 
 def _is_text(word: str) -> bool:
     """Whether a word is what --data takes: a file, a folder or the name of a corpus."""
-    from jgpt.data.corpus import CORPORA  # the help needs none of it
+    from jgpt.data.sources import CORPORA  # the help needs none of it
 
     return Path(word).exists() or word in CORPORA
 

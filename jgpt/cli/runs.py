@@ -23,11 +23,9 @@ def loaded_run(
     mesh: str | None = None,
     model: str | None = None,
     weights: str = "saved",
-    tokenizer: str | None = None,
 ) -> Iterator[tuple[Any, Any, Any]]:
     """A run's model, tokenizer and config, with its mesh set inside the block."""
-    code = {"model": model, "tokenizer": tokenizer}
-    with failing_source_shown(run, model), _loaded(run, which, mesh, weights, code) as loaded:
+    with failing_source_shown(run, model), _loaded(run, which, mesh, weights, model) as loaded:
         yield loaded
 
 
@@ -46,7 +44,7 @@ def failing_source_shown(run: str, model: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loaded(
-    run: str, which: Any, mesh: str | None, weights: str, code: dict[str, str | None]
+    run: str, which: Any, mesh: str | None, weights: str, model: str | None
 ) -> Iterator[tuple[Any, Any, Any]]:
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
@@ -55,9 +53,7 @@ def _loaded(
 
         status.update("loading the model")
         with use_mesh(mesh):
-            loaded, tokenizer, config = load(
-                run, which=which, model=code["model"], tokenizer=code["tokenizer"]
-            )
+            loaded, tokenizer, config = load(run, which=which, model=model)
     # outside of the import, in which Ctrl-C ends the process at once
     with use_mesh(mesh):
         if weights == "int8":

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig, TokenDtype
-from jgpt.data.dataset import Dataset, count_characters, load_dataset, load_text, require_usable
-from jgpt.data.tokenizers import NumberTokenizer, Tokenizer
+from jgpt.config import DataConfig
+from jgpt.data.characters import NumberTokenizer
+from jgpt.data.dataset import Dataset, load_dataset, load_text, require_usable
+from jgpt.data.encode import Tokenizer, count_characters
 from jgpt.fields import Make
 from jgpt.fitting.progress import Progress
 from jgpt.hardware import current_platform
@@ -21,7 +22,7 @@ from jgpt.nn.precision import run_for_platform
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
-from jgpt.runs.provenance import known_micro_batches, known_text
+from jgpt.runs.provenance import known_digest, known_micro_batches
 from jgpt.shapes.contract import typed
 from jgpt.training.evaluation import Evaluator
 
@@ -51,7 +52,6 @@ def evaluate(
     split: Literal["validation", "test"] = "validation",
     data: str | tuple[str, ...] = (),
     data_field: str | None = None,
-    token_dtype: TokenDtype | None = None,
     dataset: Dataset | None = None,
     window: int | None = None,
     progress: Progress | None = None,
@@ -60,12 +60,11 @@ def evaluate(
 
     The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
     another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
-    as the run's text was. `data_field` is its field or column, and `token_dtype` the dtype of a
-    .bin file, by default those of the run. A run that was trained on a `dataset` needs it again. A
-    run of a custom model or tokenizer needs the `model` or `tokenizer` again, as an object or as
-    FILE.py:NAME. The text is evaluated in windows of `window` tokens, at most `block_size`. Raises
-    ValueError for a split that the run does not have, a longer window, or a text that the tokenizer
-    can't encode, and the errors of `load`.
+    as the run's text was. `data_field` is its field or column, by default that of the run. A run
+    that was trained on a `dataset` needs it again. A run of a custom model or a tokenizer of the
+    user's own needs the `model` or the `tokenizer` again. The text is evaluated in windows of
+    `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not have,
+    a longer window, or a text that the tokenizer can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
     loaded, used_tokenizer, config = load(
@@ -81,13 +80,15 @@ def evaluate(
         count = known_micro_batches(lines) or config.batch_size
         config = replace(config, micro_batches=count, mesh=None)
     if data:
-        other = _config_of_other_text(config.dataset, data, data_field, token_dtype)
-        tokens = _read_other_text(other, used_tokenizer, progress)
+        other = replace(
+            config.dataset, data=data, data_field=data_field or config.dataset.data_field
+        )
+        tokens = load_text(other, used_tokenizer, warn=progress.warned, progress=progress.tokenized)
     elif dataset is None:
         loaded_data = _load_known(directory, config.dataset, size, used_tokenizer, progress)
         tokens = _tokens_of(loaded_data, split, directory)
     else:
-        require_usable(dataset, config.dataset, size, known_text(lines))
+        require_usable(dataset, config.dataset, size, known_digest(lines))
         tokens = _tokens_of(dataset, split, directory)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
@@ -137,7 +138,7 @@ def _load_known(
         config,
         block_size,
         tokenizer=tokenizer,
-        known=known_text(run.provenance()),
+        digest=known_digest(run.provenance()),
         warn=progress.warned,
         progress=progress.tokenized,
     )
@@ -151,31 +152,6 @@ def _tokens_of(dataset: Dataset, split: str, run: RunDirectory) -> Integer[np.nd
     if len(dataset.test) == 0:
         raise ValueError(f"{run.path} has no test split: its `test_fraction` is 0")
     return dataset.test
-
-
-def _config_of_other_text(
-    config: DataConfig,
-    data: tuple[str, ...],
-    data_field: str | None,
-    token_dtype: TokenDtype | None,
-) -> DataConfig:
-    """Return how to read another text: as the run's text was, unless it is said."""
-    if data_field is None:
-        data_field = config.data_field
-    if token_dtype is None:
-        token_dtype = config.token_dtype
-        if all(Path(source).suffix == ".npy" for source in data):
-            # Such a file says its own dtype, which need not be that of the run's .bin.
-            token_dtype = "auto"
-    return replace(config, data=data, data_field=data_field, token_dtype=token_dtype)
-
-
-@typed
-def _read_other_text(
-    config: DataConfig, tokenizer: Tokenizer, progress: Progress
-) -> Integer[np.ndarray, " tokens"]:
-    """Return the tokens of another text."""
-    return load_text(config, tokenizer, warn=progress.warned, progress=progress.tokenized)
 
 
 def _perplexity(loss: float) -> float:

@@ -15,9 +15,10 @@ import numpy as np
 from jgpt.config import TrainConfig
 from jgpt.data.batch import Batch
 from jgpt.data.batches import batches, resident
+from jgpt.data.characters import OwnTokenizer, UnencodableText
 from jgpt.data.dataset import Dataset
+from jgpt.data.encode import Tokenizer
 from jgpt.data.own_batches import OwnBatches, own_batches
-from jgpt.data.tokenizers import Tokenizer, UnencodableText
 from jgpt.fields import Make
 from jgpt.fitting.loop import Training
 from jgpt.fitting.metrics import MetricsLogger
@@ -118,7 +119,6 @@ def fit(
     *,
     model: Make | str = None,
     optimizer: Make | str = None,
-    tokenizer: Any = None,
     dataset: Dataset | None = None,
     objective: Make | str = None,
     batches: Make | str = None,
@@ -136,9 +136,9 @@ def fit(
     `config.model` is converted to the class that it annotates. `optimizer` makes an optax
     optimizer: `optimizer(config.optimizer, config.steps)`. `objective` makes what is minimised:
     `objective(config)` returns a function of (model, batch, rngs), whose result is the mean over
-    the batch or a `Loss`. `tokenizer` is an object with `encode`, `decode` and `vocab_size`, or
-    makes one. Each may be FILE.py:NAME. Training uses the mesh of the config, by default all
-    accelerators. Every process calls `fit` with the same arguments; process 0 writes and reports.
+    the batch or a `Loss`. Each may be FILE.py:NAME. Training uses the mesh of the config, by
+    default all accelerators. Every process calls `fit` with the same arguments; process 0 writes
+    and reports.
 
     `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
     give the same one to resume. `batches`, a pure function of (dataset, seed, step), makes the
@@ -155,7 +155,7 @@ def fit(
     which is a kind of TrainingStopped.
     """
     started = time.perf_counter()
-    config = with_code(config, model, optimizer, objective, tokenizer=tokenizer, batches=batches)
+    config = with_code(config, model, optimizer, objective, batches=batches)
     if trainable is not None:
         config = replace(config, optimizer=replace(config.optimizer, trainable=trainable))
     machine = this_machine(platform)
@@ -307,11 +307,11 @@ def _finish(run: OpenRun, progress: Progress, platform: Platform, started: float
     recorded = run.prepared.config.recorded
     evaluations = run.prepared.evaluations
     best = run.checkpoints.best()
+    own = None
+    if isinstance(run.prepared.dataset.tokenizer, OwnTokenizer):
+        own = run.prepared.dataset.tokenizer
     model, tokenizer, _ = load(
-        run.directory.path,
-        model=recorded.model.make,
-        tokenizer=recorded.dataset.make,
-        platform=platform,
+        run.directory.path, model=recorded.model.make, tokenizer=own, platform=platform
     )
     sample = _sample_or_warn(model, tokenizer, recorded, progress)
     release_memory()
@@ -365,7 +365,6 @@ def _check_custom_code(
     windows: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
     made = own_batches(config, prepared.dataset)
     if made is not None:
-        made.require_pure(int(state.step))
         windows = made.abstract(int(state.step))
     if config.objective is not None:
         _check_objective(prepared, state, made, progress)
@@ -416,7 +415,7 @@ def _sample_or_warn(
     try:
         return _sample(model, tokenizer, config.sample_tokens, config.seed)
     except Exception as error:
-        if config.model.make is None and config.dataset.make is None:
+        if config.model.make is None and not isinstance(tokenizer, OwnTokenizer):
             raise
         reason = describe_error(error)
         if isinstance(error, UnencodableText):

@@ -9,18 +9,10 @@ from typing import Any
 import numpy as np
 
 from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
+from jgpt.data.byte_pairs import BPETokenizer
+from jgpt.data.characters import ByteTokenizer, CharTokenizer, OwnTokenizer
 from jgpt.data.dataset import Dataset
-from jgpt.data.tokenizers import (
-    MAX_NUMBERS,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    CustomTokenizer,
-    NumberTokenizer,
-    Tokenizer,
-    is_same_vocabulary,
-)
-from jgpt.fields import Code
+from jgpt.data.encode import Tokenizer, is_same_vocabulary
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
@@ -34,7 +26,6 @@ _KINDS = {
     "byte": ByteTokenizer,
     "bpe": BPETokenizer,
     "gpt2": BPETokenizer,
-    "numbers": NumberTokenizer,
 }
 
 
@@ -58,8 +49,13 @@ class Initial:
         return {"source": self.source, "weights_sha256": digest.hexdigest()}
 
 
-def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig) -> Initial | None:
-    """Read the weights to start from: of a model, a run, or a Hugging Face folder."""
+def read_initial(
+    initial: LanguageModel | str | Path | None, config: TrainConfig, dataset: Dataset | None = None
+) -> Initial | None:
+    """Read the weights to start from: of a model, a run, or a Hugging Face folder.
+
+    A run's tokenizer may be an object of the user's own, which is that of the `dataset`.
+    """
     if initial is None:
         return None
     tokenizer = None
@@ -69,15 +65,16 @@ def read_initial(initial: LanguageModel | str | Path | None, config: TrainConfig
         source = str(initial)
         saved_data = DataConfig()
         if RunDirectory.is_run(Path(initial)):
-            saved = RunDirectory.open(initial).config()
+            run = RunDirectory.open(initial)
+            saved = run.config()
             saved_data = saved.dataset
             model_code = None
             if saved.model.make is not None:
                 model_code = config.model.make
-            tokenizer_code = None
-            if saved.dataset.make is not None:
-                tokenizer_code = config.dataset.make
-            model, tokenizer, _ = load(initial, model=model_code, tokenizer=tokenizer_code)
+            own = None
+            if dataset is not None and isinstance(run.tokenizer(), OwnTokenizer):
+                own = dataset.tokenizer
+            model, tokenizer, _ = load(initial, model=model_code, tokenizer=own)
         else:
             model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
         named = named_fields(config.dataset, saved_data)
@@ -94,8 +91,6 @@ def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
 
     A default may not have been written by anyone, and a run's own fields name its own tokenizer.
     """
-    if config.make is not None:  # which counts instead of these fields
-        return {"tokenizer": Code.of(config.make).named}
     defaults = DataConfig()
     named = {}
     for name in TOKENIZER_FIELDS:
@@ -120,7 +115,7 @@ def require_named_tokenizer(owner: str, tokenizer: Tokenizer, named: Mapping[str
 def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     """Return whether a field and its value fit a tokenizer."""
     if name == "tokenizer":
-        return isinstance(tokenizer, _KINDS.get(value, CustomTokenizer))
+        return isinstance(tokenizer, _KINDS[value])
     if name == "tokenizer_files":
         return BPETokenizer.from_gpt2(value).has_same_tokens(tokenizer)
     return tokenizer.vocab_size == value
@@ -130,7 +125,7 @@ def tokenizer_of(source: str) -> Tokenizer:
     """Return the tokenizer of a run or a Hugging Face folder, without reading its weights."""
     if RunDirectory.is_run(Path(source)):
         return RunDirectory.open(source).tokenizer()
-    return read_folder_tokenizer(find_model(source), MAX_NUMBERS)
+    return read_folder_tokenizer(find_model(source))
 
 
 def require_same_tokenizer(owner: str, tokenizer: Tokenizer, dataset: Dataset) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import ModelConfig, TrainConfig
-from jgpt.data.corpus import Warn
 from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
-from jgpt.data.tokenizers import CustomTokenizer
+from jgpt.data.sources import Warn
 from jgpt.fitting.initial import (
     Initial,
     named_fields,
@@ -89,15 +88,13 @@ def prepare(
     for name in config.trackers:
         require_tracker(name)
     _require_custom_code(config, target.saved)
-    weights = read_initial(initial, config)
+    weights = read_initial(initial, config, dataset)
     if isinstance(initial, (str, Path)) and target.saved is None:
         _require_other_run(Path(initial), target.path)
     if dataset is None:
         dataset = _load_text(config, target, progress, should_stop, weights)
     else:
         config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
-        if isinstance(dataset.tokenizer, CustomTokenizer):
-            config = with_code(config, tokenizer=dataset.tokenizer.make)
         _require_same_dataset(dataset, config, target.saved)
         if weights is not None and weights.tokenizer is not None:
             require_same_tokenizer(f"`initial={weights.source!r}`", weights.tokenizer, dataset)
@@ -163,8 +160,7 @@ def shared_facts(prepared: PreparedRun, *, resume: bool, overwrite: bool) -> dic
     facts["resume"] = resume
     facts["overwrite"] = overwrite
     facts["checkpoints"] = list(prepared.target.checkpoints)
-    facts["text_sha256"] = line["text_sha256"]
-    facts["corpus_sha256"] = line["corpus_sha256"]
+    facts["tokens_sha256"] = line["tokens_sha256"]
     # Another version of JAX may compute other numbers.
     facts |= line["versions"]
     return facts
@@ -222,7 +218,7 @@ def _load_text(
     known = None
     if target.saved is not None:
         tokenizer = target.saved.tokenizer
-        known = target.saved.text
+        known = target.saved.tokens_digest
     elif weights is not None:
         tokenizer = weights.tokenizer
     stop_is_asked = False
@@ -240,7 +236,7 @@ def _load_text(
             config.dataset,
             config.model.block_size,
             tokenizer=tokenizer,
-            known=known,
+            digest=known,
             warn=progress.warned,
             progress=tokenized,
         )
@@ -254,7 +250,7 @@ def _require_same_dataset(dataset: Dataset, config: TrainConfig, saved: SavedRun
     """Raise ValueError if a dataset is too short, or not the one of the run to resume."""
     known = None
     if saved is not None:
-        known = saved.text
+        known = saved.tokens_digest
         require_same_tokenizer(f"`out={str(saved.path)!r}`", saved.tokenizer, dataset)
     require_usable(dataset, config.dataset, config.model.block_size, known)
 
@@ -265,7 +261,7 @@ def _require_resumable(recorded: TrainConfig, saved: SavedRun, warn: Warn) -> No
         warn(line)
     # A run records the name of its code but loads none, so the code of this start replaces it.
     saved_config = with_code(saved.config, **custom_code(recorded))
-    text_is_known = saved.text is not None
+    text_is_known = saved.tokens_digest is not None
     require_same_run(saved_config, recorded, saved.checkpoints, text_is_known=text_is_known)
     # Of an imported run, other fields of the data may differ.
     named = named_fields(recorded.dataset, saved.config.dataset)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jgpt.config import CHAT_TOP_P
-from jgpt.data.tokenizers import END_OF_TEXT, BPETokenizer, Tokenizer
+from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.generation.sampling import PRNGKey, Sampling, typed_key
 from jgpt.generation.text import stream_continuations
 from jgpt.nn.models import LanguageModel
@@ -124,16 +125,15 @@ class Chat:
             self._turns = [*turns, self._pieces("assistant", remembered)]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
-        """Encode turns, followed by the words that open an answer.
-
-        They are encoded as one text, since a special token may include the spaces and newlines
-        beside it.
-        """
-        pieces: _Turn = []
-        for turn in turns:
-            pieces += turn
-        pieces += [self._start, "assistant\n"]
-        return self._tokenizer.encode_template(pieces).tolist()
+        """Encode turns, followed by the words that open an answer."""
+        tokens: list[int] = []
+        for turn in [*turns, [self._start, "assistant\n"]]:
+            for piece in turn:
+                if isinstance(piece, str):
+                    tokens.extend(self._tokenizer.encode_ordinary(piece).tolist())
+                else:
+                    tokens.append(piece)
+        return tokens
 
     def _pieces(self, role: str, text: str) -> _Turn:
         return [self._start, f"{role}\n{text}", self._end, "\n"]

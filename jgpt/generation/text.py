@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Integer
 
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import PRNGKey, Sampling
 from jgpt.nn.models import LanguageModel

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
-from jgpt.data.tokenizers import BPETokenizer, Tokenizer
+from jgpt.data.byte_pairs import BPETokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.interop.formats import Format
 from jgpt.nn.models import abstract_model, named_parameters
 from jgpt.nn.precision import wider_dtype

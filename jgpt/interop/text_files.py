@@ -7,18 +7,15 @@ transformers stops, pads and fills the template as before.
 
 import contextlib
 import json
+import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jgpt.data.tokenizers import (
-    BPETokenizer,
-    Tokenizer,
-    hf_tokenizer_config,
-    read_tokenizer,
-)
+from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
+from jgpt.data.encode import Tokenizer, read_tokenizer
 from jgpt.durable import prefix_errors, read_json
 
 HF_CONFIG = "config.json"
@@ -72,7 +69,7 @@ def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
     return json.loads(files[name].decode("utf-8-sig"))  # some editors write a byte-order mark
 
 
-def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+def read_folder_tokenizer(folder: Path, vocab_size: int = sys.maxsize) -> Tokenizer:
     """Read the tokenizer of a folder, with the tokens that files beside `tokenizer.json` add.
 
     transformers adds them when it reads the folder. Tokens past the model's `vocab_size` are left
@@ -83,16 +80,39 @@ def read_folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     elif any((folder / name).is_file() for name in ("vocab.json", "encoder.json")):
         tokenizer = BPETokenizer.from_gpt2(folder)
     else:
+        found = ""
+        if (folder / "tokenizer.model").is_file():
+            found = ", but a tokenizer.model of SentencePiece"
         raise FileNotFoundError(
-            f"{folder} has no {TOKENIZER_JSON}: copy it from where the weights are from, or write "
-            "it with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            f"{folder} has no {TOKENIZER_JSON}{found}: copy it from where the weights are from, or "
+            "write it with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     if not isinstance(tokenizer, BPETokenizer):
         return tokenizer
     files = read_text_files(folder, folder)
     with prefix_errors(folder):
+        _require_same_splits(parse_text_file(files, TOKENIZER_CONFIG), tokenizer)
         tokens = list(_added_tokens(files, tokenizer.added_tokens()))
     return tokenizer.with_added_tokens(tokens, vocab_size)
+
+
+def _require_same_splits(config: dict[str, Any], tokenizer: BPETokenizer) -> None:
+    """Raise ValueError for fields with which transformers splits a text otherwise.
+
+    For some classes they decide, and for others `tokenizer.json` does.
+    """
+    given = {"split_special_tokens": bool(config.get("split_special_tokens"))}
+    expected = {"split_special_tokens": False}
+    if tokenizer.adds_prefix_space is not None and config.get("add_prefix_space") is not None:
+        given["add_prefix_space"] = config["add_prefix_space"]
+        expected["add_prefix_space"] = tokenizer.adds_prefix_space
+    for name, value in given.items():
+        if value != expected[name]:
+            raise ValueError(
+                f"{TOKENIZER_CONFIG} has {name} {value}, with which a text has other tokens than "
+                f"with {TOKENIZER_JSON}: write both again with transformers' "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
 
 
 def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.AddedToken]:
@@ -175,11 +195,28 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(**fields)
 
 
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the `tokenizer_config.json` of a tokenizer that jgpt made.
+
+    Its special token has all the roles that programs ask for, as in GPT-2. No other token is named,
+    since transformers would add it beyond the model's embedding.
+    """
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Otherwise version 4 of transformers removes spaces before punctuation.
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+        for name in ("bos_token", "eos_token", "unk_token"):
+            values[name] = END_OF_TEXT
+    return values
+
+
 def write_tokenizer(tokenizer: Tokenizer, files: TextFiles, directory: Path) -> None:
     """Write `tokenizer.json`, and a `tokenizer_config.json` if the files have none."""
     tokenizer.to_hf().save(str(directory / TOKENIZER_JSON))
     if TOKENIZER_CONFIG not in files:
-        text = json.dumps(hf_tokenizer_config(tokenizer), indent=2)
+        text = json.dumps(_tokenizer_config(tokenizer), indent=2)
         (directory / TOKENIZER_CONFIG).write_text(text + "\n")
 
 

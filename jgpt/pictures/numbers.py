@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.nn.precision import wider_dtype
 from jgpt.pictures.anatomy import (
     RecordedCall,

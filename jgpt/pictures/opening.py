@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from jgpt.config import TrainConfig
-from jgpt.data.corpus import has_shakespeare
-from jgpt.data.dataset import load_dataset, text_sources
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.dataset import load_dataset
+from jgpt.data.encode import Tokenizer
+from jgpt.data.mixture import weights_of
+from jgpt.data.sources import has_shakespeare
 from jgpt.pictures.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.provenance import known_text
+from jgpt.runs.provenance import known_digest
 
 MOST_BYTES = 1 << 24
 """The limit of the text that is read for its validation split; it takes about a second."""
@@ -27,15 +28,15 @@ def opening_text(
     That is the case for a text that is gone, has changed, is large, or must be downloaded, and for
     a model that was imported and not trained.
     """
-    known = known_text(RunDirectory.open(directory).provenance())
+    known = known_digest(RunDirectory.open(directory).provenance())
     if known is None:
         return None
     try:
-        sources = text_sources(config.dataset.data)
+        sources = weights_of(config.dataset.data) or config.dataset.data
         if not all(_is_small_and_here(source) for source in sources):
             return None
         dataset = load_dataset(
-            config.dataset, config.model.block_size, tokenizer=tokenizer, known=known
+            config.dataset, config.model.block_size, tokenizer=tokenizer, digest=known
         )
     except (OSError, ValueError):
         return None

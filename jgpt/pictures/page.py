@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.nn.models import LanguageModel

@@ -19,13 +19,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jgpt.data.tokenizers import (
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    bytes_of_letters,
-)
+from jgpt.data.byte_pairs import BPETokenizer
+from jgpt.data.characters import ByteTokenizer, CharTokenizer, bytes_of_letters
+from jgpt.data.encode import Tokenizer
 from jgpt.pictures.program import Uncomputable
 
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")

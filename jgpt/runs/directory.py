@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jgpt.config import TrainConfig
-from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.data.encode import Tokenizer, tokenizer_from_json
 from jgpt.durable import (
     Lock,
     append,

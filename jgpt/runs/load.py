@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.data.tokenizers import CustomTokenizer, Tokenizer
+from jgpt.data.characters import OwnTokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.durable import new_directory
-from jgpt.fields import Code, Make
+from jgpt.fields import Make
 from jgpt.generation.text import Texts, generate_text
 from jgpt.hardware import Platform, current_platform
 from jgpt.interop.hub import find_model
@@ -81,15 +82,16 @@ def load(
 ) -> Loaded:
     """Load a run's model, tokenizer and config; nothing is written.
 
-    A run with a custom `model` or `tokenizer` needs it again, as an object or as FILE.py:NAME; a
-    warning says if it has changed. Pass a custom `optimizer` only to train further with the config.
-    `platform`, by default the current one, decides the config's `auto`. Raises FileNotFoundError if
-    there is no run or no checkpoint, and ValueError if one of their files is damaged.
+    A run with a custom `model` needs it again, as an object or as FILE.py:NAME; a warning says if
+    it has changed. A run with a tokenizer of the user's own needs the `tokenizer` again. Pass a
+    custom `optimizer` only to train further with the config. `platform`, by default the current
+    one, decides the config's `auto`. Raises FileNotFoundError if there is no run or no checkpoint,
+    and ValueError if one of their files is damaged.
     """
     run = RunDirectory.open(run_directory)
     saved = run.config()
-    config = with_code(saved, model, optimizer, tokenizer=tokenizer)
-    loaded_tokenizer = _tokenizer_of(run, config.dataset.make)
+    config = with_code(saved, model, optimizer)
+    loaded_tokenizer = _tokenizer_of(run, tokenizer)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
     with Checkpoints(run, read_only=True) as checkpoints:
@@ -99,17 +101,28 @@ def load(
     return Loaded(model_with_weights, loaded_tokenizer, config)
 
 
-def _tokenizer_of(run: RunDirectory, code: Any) -> Tokenizer:
-    """Return a run's tokenizer, with the user's `code` if it is of that kind.
+def _tokenizer_of(run: RunDirectory, given: Any) -> Tokenizer:
+    """Return a run's tokenizer, or the `given` object if it is one of the user's own.
 
-    Raises ValueError if the code is missing, or that of another tokenizer.
+    Raises ValueError if the object is missing, or has another size.
     """
     tokenizer = run.tokenizer()
-    if not isinstance(tokenizer, CustomTokenizer):
-        if code is not None and not isinstance(code, Code):
-            raise ValueError(f"{run.path} has a tokenizer of its own: leave out the other one")
+    if not isinstance(tokenizer, OwnTokenizer):
+        if given is not None:
+            raise ValueError(f"{run.path} has its tokenizer: leave out `tokenizer`")
         return tokenizer
-    return tokenizer.with_code(code)
+    if given is None:
+        raise ValueError(
+            f"the tokenizer of {run.path} is {tokenizer.name}, an object of your own, which no "
+            "command can read: use Python, as in jgpt.load(RUN, tokenizer=...)"
+        )
+    own = OwnTokenizer.of(given)
+    if own.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"`tokenizer` has a vocab_size of {own.vocab_size}, but that of {run.path} has "
+            f"{tokenizer.vocab_size}"
+        )
+    return own
 
 
 @typed

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from jgpt.config import TrainConfig
-from jgpt.data.dataset import Dataset, KnownText
+from jgpt.data.dataset import Dataset
 from jgpt.fields import as_dict
 from jgpt.hardware import current_platform, device_kinds
 from jgpt.training.evaluation import EvaluationPlan
@@ -33,10 +33,8 @@ def provenance(
         "eval_spread": evaluations.spread,
         "comparable_after": evaluations.comparable_after,
         "optimizer": as_dict(config.optimizer),
-        "text_sha256": dataset.text.digest,
-        "corpora": dataset.text.versions,
-        "corpus_sha256": dataset.text.tokens_digest,
-        "corpus_tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
+        "tokens_sha256": dataset.digest,
+        "tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
         "tokenizer_sha256": hashlib.sha256(dataset.tokenizer.to_json().encode()).hexdigest(),
         "devices": device_kinds(),
         "backend": current_platform().name,
@@ -48,12 +46,13 @@ def provenance(
     }
 
 
-def known_text(lines: list[dict[str, Any]]) -> KnownText | None:
-    """Return the text of the first start, or None for a run that was imported and not trained."""
+def known_digest(lines: list[dict[str, Any]]) -> str | None:
+    """Return the SHA-256 of the first start's tokens, or None for a run that was imported and not
+    trained."""
     # A resumed run must have the first start's tokens, whatever later lines say.
     for line in lines:
-        if "corpus_sha256" in line:
-            return KnownText(line["corpus_sha256"], line["text_sha256"], line["corpora"])
+        if "tokens_sha256" in line:
+            return line["tokens_sha256"]
     return None
 
 

@@ -1,14 +1,13 @@
 """The choice of a run's directory: a new one, or that of a run to resume or to overwrite."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from jgpt.config import TrainConfig
-from jgpt.data.dataset import KnownText
-from jgpt.data.tokenizers import Tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.runs.directory import CONFIG, RUNS, Mode, RunDirectory
-from jgpt.runs.provenance import known_micro_batches, known_text
+from jgpt.runs.provenance import known_digest, known_micro_batches
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,9 @@ class SavedRun:
         return cls(path, run.config(), run.tokenizer(), run.checkpoint_steps(), run.provenance())
 
     @property
-    def text(self) -> KnownText | None:
-        """The text of the run's first start, and its sources; None if that wasn't recorded."""
-        known = known_text(self.provenance)
-        if known is None:
-            return None
-        return replace(known, sources=self.config.dataset.data)
+    def tokens_digest(self) -> str | None:
+        """The SHA-256 of the tokens of the run's first start; None for an imported run."""
+        return known_digest(self.provenance)
 
     @property
     def micro_batches(self) -> int | None:

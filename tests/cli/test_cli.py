@@ -24,7 +24,7 @@ from jgpt.cli.commands import COMMANDS
 from jgpt.cli.commands.sample import _print_texts
 from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.cli.terminal import importing
-from jgpt.data.tokenizers import tokenizer_from_json
+from jgpt.data.encode import tokenizer_from_json
 from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.directory import RunDirectory
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
@@ -52,12 +52,10 @@ def run(trained) -> Path:
 
 @pytest.fixture(scope="module")
 def two(text_file) -> Path:
-    """A run of a text with CR LF, which it has kept."""
+    """A run of bytes, which can be any character."""
     out = text_file.parent / "two"
-    data = out.with_suffix(".txt")
-    data.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
     worked(
-        *("train", "bigram", "--data", data, "--no-universal-newlines", "--out", out),
+        *("train", "bigram", "--data", text_file, "--tokenizer", "byte", "--out", out),
         *("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0),
     )
     return out
@@ -320,7 +318,7 @@ def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypa
 
 def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
     failure = MemoryError("Unable to allocate 60 bytes")
-    monkeypatch.setattr("jgpt.data.dataset.encode_each", mock.Mock(side_effect=failure))
+    monkeypatch.setattr("jgpt.data.prepared.encode_each", mock.Mock(side_effect=failure))
     said = refused("train", "tiny", "--data", text_file, cwd=tmp_path)
 
     assert said == (
@@ -342,16 +340,15 @@ def test_a_command_to_copy_is_quoted(text_file, tmp_path):
 def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
     line = json.dumps({"body": text_file.read_text()})
     (tmp_path / "a.jsonl").write_text(line)
-    named = ["--data", tmp_path / "a.jsonl", "--data-field", "body"]
-    for name, data in {"a": [text_file], "b": ["--data", text_file], "c": named}.items():
+    named = [tmp_path / "a.jsonl", "--data-field", "body"]
+    for name, data in {"a": [text_file], "b": named}.items():
         worked("prepare", *data, "--tokenizer", "byte", "--out", tmp_path / name)
-    first, second, third = ((tmp_path / name / "tokens.bin").read_bytes() for name in "abc")
+    first, second = ((tmp_path / name / "tokens.bin").read_bytes() for name in "ab")
 
-    assert bytes(first[::2]).decode() == text_file.read_text()
-    assert second == first
-    assert third == first + b"\n\0"
+    assert first == text_file.read_bytes()
+    assert second == first + b"\n"
     assert "in a field 'text': name the field with --data-field NAME" in refused(
-        "prepare", "--data", tmp_path / "a.jsonl", "--out", tmp_path / "d"
+        "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "d"
     )
 
 
@@ -438,8 +435,8 @@ def test_sample_continues_the_prompt_and_a_seed_repeats_it(run):
 
 
 @pytest.mark.slow
-def test_a_prompt_file_is_a_file(run, two, tmp_path):
-    """Or standard input, read as the run's text was."""
+def test_a_prompt_file_is_a_file(run, tmp_path):
+    """Or standard input, read as a text is."""
     windows = b"\xef\xbb\xbfthis\r\neye"
     (tmp_path / "prompt.txt").write_bytes(windows)
     from_file = ("--temperature", 0, "--max-new-tokens", 12, "--prompt-file")
@@ -448,8 +445,6 @@ def test_a_prompt_file_is_a_file(run, two, tmp_path):
     assert said == worked("sample", run, *GREEDY, "this\neye")
     said = refused("sample", run, "--prompt-file", "-", stdin=b"caf\xe9")
     assert "standard input is not UTF-8 text" in said
-    ask = ("--max-new-tokens", 0, "--prompt-file", "-")
-    assert worked("sample", two, *ask, stdin=b"dog\r\nthe") == "dog\r\nthe\n"
 
 
 def test_sample_continues_several_prompts_side_by_side_up_to_a_stop_string(run):
@@ -496,36 +491,6 @@ def test_only_weights_in_int8_are_quantised(run, monkeypatch):
         assert refused("chat", run, "--weights", weights) == "jgpt: go"
 
     assert [type(model) for model in sampled] == [GPT, GPT, str, str]
-
-
-@pytest.mark.slow
-def test_carriage_returns_are_newlines_and_that_is_said_once(two, text_file, tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    data = b"\xef\xbb\xbf" + text_file.read_bytes().replace(b"\n", b"\r\n")
-    (notes / "a.txt").write_bytes(data)
-    (notes / "b.txt").write_bytes(data)
-    brief = ("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0)
-    line = (
-        "a.txt and 1 more: carriage returns are read as newlines, and byte-order marks are dropped"
-    )
-
-    trained = worked("train", "bigram", "--data", notes, "--out", tmp_path / "a", *brief)
-    prepared = worked("prepare", notes, "--out", tmp_path / "c")
-    kept = worked("prepare", notes, "--no-universal-newlines", "--out", tmp_path / "d")
-
-    assert trained.count(line) == 1
-    assert trained.count("carriage returns") == 1
-    assert "step 0: validation loss about " in trained
-    assert prepared.count(line) == 1
-    assert "carriage returns" not in kept
-    assert characters_of(tmp_path / "a") == "".join(sorted(set(TEXT)))
-    assert characters_of(two) == "".join(sorted({*TEXT, "\r"}))
-
-
-def characters_of(run) -> str:
-    """The vocabulary of a run of characters."""
-    return json.loads((run / "tokenizer.json").read_text())["characters"]
 
 
 @pytest.mark.slow

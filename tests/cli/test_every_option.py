@@ -37,9 +37,6 @@ def ours(config):
 
 def rows(dataset, seed, step):
     pass
-
-class Words:
-    vocab_size = 3
 """
 
 
@@ -81,7 +78,7 @@ def calls(monkeypatch) -> Calls:
 
 
 TOKENIZER = SimpleNamespace(name="the tokenizer", vocab_size=65)
-RUN_CONFIG = SimpleNamespace(dataset=SimpleNamespace(universal_newlines=True))
+RUN_CONFIG = SimpleNamespace()
 
 
 @pytest.fixture
@@ -95,7 +92,7 @@ def loaded(calls):
     return calls
 
 
-CODE = {"model": "m.py:GPT", "tokenizer": "m.py:Chess"}
+CODE = {"model": "m.py:GPT"}
 TYPED: dict[str, set[str]] = {}
 """The options that a test of this file has typed, by command."""
 
@@ -189,15 +186,12 @@ OPTIMIZER_CONFIG = {
 }
 DATA_CONFIG = {
     "data": ("a.txt", "b_c.txt"),
-    "universal_newlines": False,
     "tokenizer": "bpe",
     "bpe_vocab_size": 300,
     "tokenizer_files": "vocabulary",
     "validation_fraction": 0.2,
     "test_fraction": 0.3,
     "data_field": "body",
-    "token_dtype": "uint32",
-    "numbers_vocab_size": 400,
 }
 PARTS = {
     None: TRAIN_CONFIG,
@@ -258,7 +252,7 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
-    data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
+    data = ("--batches", "own.py:rows")
 
     type_in("train", "tiny", "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
     received = calls.received.pop("fit")
@@ -268,7 +262,6 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     assert received["config"].model.make.__name__ == "GPT"
     assert received["config"].optimizer.make.__name__ == "lion"
     assert received["config"].objective.__name__ == "ours"
-    assert received["config"].dataset.make.__name__ == "Words"
     assert received["config"].batches.__name__ == "rows"
     type_in("train", "tiny", "--overwrite", cwd=tmp_path)
     received = calls.received.pop("fit")
@@ -281,7 +274,7 @@ def test_the_options_of_a_dry_run_reach_the_plan(calls, tmp_path):
     calls.note("jgpt.fitting.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
-    data = ("--tokenizer", "own.py:Words", "--batches", "own.py:rows")
+    data = ("--batches", "own.py:rows")
 
     dry_run = ("train", "tiny", "--dry-run")
     type_in(*dry_run, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
@@ -294,7 +287,6 @@ def test_the_options_of_a_dry_run_reach_the_plan(calls, tmp_path):
     assert config.model.make.__name__ == "GPT"
     assert config.optimizer.make.__name__ == "lion"
     assert config.objective.__name__ == "ours"
-    assert config.dataset.make.__name__ == "Words"
     assert config.batches.__name__ == "rows"
 
     type_in(*dry_run, "--overwrite", cwd=tmp_path)
@@ -366,8 +358,6 @@ def test_sample(loaded, tmp_path):
         30,
         "--model",
         "m.py:GPT",
-        "--tokenizer",
-        "m.py:Chess",
     )
     type_in(
         "sample", "run", *words_of(rules), *words, *more, "--mesh", "data=1", "--num-samples", 2
@@ -439,13 +429,9 @@ def test_eval(calls):
     assert received["model"] == "m.py:GPT"
     assert calls["use_mesh"] == {"mesh": "data=1"}
 
-    type_in("eval", "run", "--data", "a.csv", "b.csv", "--data-field", "body")
-    assert calls["evaluate"]["data"] == ("a.csv", "b.csv")
+    type_in("eval", "run", "--data", "a.txt", "b.txt", "--data-field", "body")
+    assert calls["evaluate"]["data"] == ("a.txt", "b.txt")
     assert calls["evaluate"]["data_field"] == "body"
-    type_in("eval", "run", "--data", "a.bin", "--token-dtype", "int64")
-    assert calls["evaluate"]["token_dtype"] == "int64"
-    type_in("eval", "run", "--tokenizer", "my.py:Chess")
-    assert calls["evaluate"]["tokenizer"] == "my.py:Chess"
 
 
 def test_info(calls):
@@ -502,14 +488,13 @@ def test_the_source_of_shapes(calls, monkeypatch):
     assert said == "file.py: attend\na line\n"
 
     calls.note("jgpt.cli.functions.show_values", ["values"])
-    code = ("--model", "m.py:GPT", "--tokenizer", "m.py:Words")
+    code = ("--model", "m.py:GPT")
     words = (*code, "--source", "--of", "attend", "--prompt", "a b")
     assert type_in("shapes", "run", *words) == "values\n"
     assert calls["show_values"] == {
         "run": "run",
         "prompt": "a b",
         "model": "m.py:GPT",
-        "tokenizer": "m.py:Words",
         "of": "attend",
         "json": False,
     }
@@ -533,8 +518,6 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
         30,
         "--model",
         "m.py:GPT",
-        "--tokenizer",
-        "m.py:Chess",
     )
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
     received = calls["model_page"]
@@ -555,21 +538,19 @@ def test_new(tmp_path):
 
 
 def test_prepare(calls):
-    calls.note("jgpt.data.dataset.prepare", 3)
+    calls.note("jgpt.data.prepared.prepare", 3)
     fields = {
-        "data": ("d.txt", "e_f.txt"),
         "data_field": "body",
-        "universal_newlines": False,
         "tokenizer": "bpe",
         "bpe_vocab_size": 300,
         "tokenizer_files": "vocabulary",
     }
     type_in("prepare", "first.txt", "second.txt", "--out", "my_folder", *words_of(fields))
     config = calls["prepare"]["config"]
-    expected = fields | {"data": ("first.txt", "second.txt", "d.txt", "e_f.txt")}
 
-    assert {name: getattr(config, name) for name in fields} == expected
-    assert str(calls["prepare"]["directory"]) == "my_folder"
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert config.data == ("first.txt", "second.txt")
+    assert str(calls["prepare"]["folder"]) == "my_folder"
 
 
 def test_import(calls):
@@ -582,7 +563,7 @@ def test_import(calls):
     calls.note("jgpt.interop.names.with_one_vocabulary", (model, TOKENIZER))
     calls.note("jgpt.cli.commands.import_._tokenizer", TOKENIZER)
     calls.note("jgpt.runs.load.save")
-    words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt", "--no-universal-newlines")
+    words = ("--dtype", "bfloat16", "--data", "a.txt", "b.txt")
     more = ("--block-size", 12, "--tokenizer", "t.json", "--out", "my_run")
     type_in("import", "somewhere", *words, *more)
     assert calls["find_model"] == {"source": "somewhere"}
@@ -590,11 +571,9 @@ def test_import(calls):
     text_folders = {"model_folder": folder, "tokenizer_folder": Path("t.json")}
     assert calls["read_text_files"] == text_folders
     assert "t.json" in calls["_tokenizer"].values()
-    assert False in calls["_tokenizer"].values()
     config = calls["save"]["config"]
     assert config.model.dtype == "bfloat16"
     assert config.dataset.data == ("a.txt", "b.txt")
-    assert config.dataset.universal_newlines is False
     assert str(calls["save"]["directory"]) == "my_run"
     type_in("import", "ckpt.pt", "--from", "nanogpt", "--out", "my_run")
     assert list(calls["load_nanogpt"].values()) == ["ckpt.pt"]

@@ -1,6 +1,10 @@
 """Files to read."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from jgpt.data.sources import find_files, text_chunks
 
 
 def write(folder: Path, name: str, data: bytes | str) -> str:
@@ -9,3 +13,11 @@ def write(folder: Path, name: str, data: bytes | str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return str(path)
+
+
+def read_text(words: list[str], warn: Any = lambda message: None, **options: Any) -> str:
+    return "".join(text_chunks(find_files(words, warn), **options))
+
+
+def chunks_of(words: list[str], size: int, **options: Any) -> Iterator[str]:
+    return text_chunks(find_files(words), size, **options)

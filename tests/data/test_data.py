@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 
 import jax
@@ -15,9 +14,12 @@ from hypothesis import strategies as st
 
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
-from jgpt.data import dataset as dataset_module
+from jgpt.data import encode
+from jgpt.data import prepared as prepared_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
-from jgpt.data.dataset import KnownText, count_characters, load_dataset, prepare
+from jgpt.data.dataset import load_dataset
+from jgpt.data.encode import count_characters
+from jgpt.data.prepared import digest_of, prepare
 from jgpt.parallel.mesh import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
@@ -200,10 +202,13 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     for tokenizer in (CharTokenizer.from_text(text), ByteTokenizer(), pairs):
         tokens = tokenizer.encode(text)
         for size in (1 << 20, 5):  # parts that are decoded at once, which may end in a character
-            monkeypatch.setattr(dataset_module, "DECODED_AT_ONCE", size)
+            monkeypatch.setattr(encode, "DECODED_AT_ONCE", size)
             assert count_characters(tokens, tokenizer) == len(text) == 108
 
     assert len(pairs.encode(text)) < 108 - 9  # a token of pairs may be several characters
+    # a special token is one character, as a newline between documents is
+    with_end = pairs.encode("one<|endoftext|>two<|endoftext|>")
+    assert count_characters(with_end, pairs) == len("one two ")
     # the first of the bytes of a character is what counts, and here it is cut off
     without_first_byte = ByteTokenizer().encode("🙂é")[1:]
     assert count_characters(without_first_byte, ByteTokenizer()) == 1
@@ -216,18 +221,6 @@ def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
     assert dataset.tokenizer.vocab_size == 4
     with pytest.raises(ValueError, match="unknown character 'c' at position 2"):
         load_dataset(config, 1, tokenizer=CharTokenizer("ab"))
-
-
-@pytest.mark.parametrize(
-    ("length", "block_size", "split"), [(50, 45, "training"), (50, 5, "validation")]
-)
-def test_a_split_shorter_than_a_block_is_rejected(tmp_path, length, block_size, split):
-    config = write(tmp_path, "ab" * (length // 2))
-
-    with pytest.raises(ValueError, match=f"the {split} split has {block_size} tokens, too few"):
-        load_dataset(config, block_size)
-
-    load_dataset(config, 4)  # which both splits of the same text have
 
 
 @pytest.fixture
@@ -244,54 +237,20 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     config = dataclasses.replace(write(tmp_path, text), tokenizer=tokenizer, bpe_vocab_size=280)
     direct = load_dataset(config, 8)
     out = tmp_path / "out"
-    text_chunks = dataset_module.text_chunks
-    chunks = []
-
-    def short_chunks(sources, **options):
-        """The text in parts of 17 characters, where all of it would be one part."""
-        for chunk in text_chunks(sources, 17, **options):
-            chunks.append(chunk)
-            yield chunk
-
-    monkeypatch.setattr(dataset_module, "text_chunks", short_chunks)
+    monkeypatch.setattr(prepared_module, "PIECE", 17)
     total = prepare(config, out)
     mapped = load_dataset(DataConfig(data=(str(out),)), 8)
 
     assert type(mapped.train) is np.memmap
-    assert mapped.train.dtype == np.uint16
+    assert mapped.train.dtype == (np.uint16 if tokenizer == "bpe" else np.uint8)
     assert np.array_equal(mapped.train, direct.train)
     assert np.array_equal(mapped.validation, direct.validation)
     assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
-    assert mapped.text.tokens_digest == direct.text.tokens_digest
-    assert len(chunks) > 9
-    # a tokenizer that is made of the text reads it first: the last reading is for the tokens
-    assert "".join(chunks).endswith(text)
+    assert mapped.digest == direct.digest
     assert total == len(direct.train) + len(direct.validation)
     names = ["dataset.json", "tokenizer.json", "tokens.bin"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert (out / "dataset.json").read_text().endswith("}\n")
-
-
-@pytest.mark.parametrize("universal", [True, False])
-def test_prepared_text_has_the_newlines_that_were_asked_for(tmp_path, universal):
-    text = "\ufeffone\r\ntwo\r\n" * 9
-    config = dataclasses.replace(write(tmp_path, text), universal_newlines=universal)
-    out = tmp_path / "out"
-    warnings = []
-
-    direct = load_dataset(config, 2, warn=warnings.append)
-    prepare(config, out, warn=warnings.append)
-    mapped = load_dataset(DataConfig(data=(str(out),)), 2)
-
-    assert mapped.text.tokens_digest == direct.text.tokens_digest
-    characters = direct.tokenizer.decode(range(direct.tokenizer.vocab_size))
-    # the first mark is the file's, the others are characters
-    if universal:
-        assert characters == "\nenotw\ufeff"
-        assert len(warnings) == 2  # not again when the tokenizer is made
-    else:
-        assert characters == "\n\renotw\ufeff"
-        assert len(warnings) == 0
 
 
 def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
@@ -325,9 +284,10 @@ def missing(name):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (holding("tokens.bin", bytes(599)), "has 599 bytes, not the 300 uint16 tokens"),
-        (holding("tokens.bin", b""), "has 0 bytes, not the 300 uint16 tokens"),
-        (missing("tokens.bin"), "tokens.bin"),
+        (holding("tokens.bin", bytes(299)), "has 299 bytes, not the 300 uint8 tokens"),
+        (holding("tokens.bin", b""), "has 0 bytes, not the 300 uint8 tokens"),
+        (missing("tokens.bin"), "is damaged .*tokens.bin.*: prepare it again"),
+        (holding("dataset.json", b"{}"), "is damaged .KeyError: 'dtype'.: prepare it again"),
         (holding("tokenizer.json", b"{}"), "not a tokenizer"),
         (holding("tokenizer.json", b"\xff"), "tokenizer.json: 'utf-8'"),
         (missing("tokenizer.json"), "there is no tokenizer .*tokenizer.json"),
@@ -359,9 +319,9 @@ def test_a_digest_is_of_all_tokens():
     little_endian = tokens.astype("<u4").tobytes()  # so that the digest is the same for any type
     expected = hashlib.sha256(little_endian).hexdigest()
 
-    digest = dataset_module._digest(tokens)
+    digest = digest_of(tokens)
 
-    assert digest.hexdigest() == expected
+    assert digest == expected
 
 
 def test_prepared_data_goes_with_nothing_else(prepared):
@@ -369,24 +329,3 @@ def test_prepared_data_goes_with_nothing_else(prepared):
         load_dataset(DataConfig(data=(str(prepared), "pydocs")), 8)
     with pytest.raises(ValueError, match="was prepared with another tokenizer"):
         load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())
-
-
-def test_what_can_be_read_once_is_not_prepared(tmp_path):
-    """A pipe, such as `<(zcat text.gz)`: the tokenizer is made in a first pass."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"pipe can be read only once: save its text"):
-        prepare(DataConfig(data=(str(tmp_path / "pipe"),)), tmp_path / "out")
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_only_a_run_s_text_can_have_moved(tmp_path):
-    config = DataConfig(data=(str(tmp_path / "nowhere.txt"),))
-    text_of_a_run = KnownText("0" * 64, None, {})
-
-    with pytest.raises(FileNotFoundError) as caught:
-        load_dataset(config, 7)
-    assert "nowhere.txt" in str(caught.value)
-    assert "has moved" not in str(caught.value)
-
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt.*; if the run's text has moved"):
-        load_dataset(config, 7, known=text_of_a_run)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jgpt import CharTokenizer, DataConfig
+from jgpt import DataConfig
 from jgpt.data.batches import batches, mixed_starts
-from jgpt.data.dataset import load_dataset, load_text, prepare
+from jgpt.data.dataset import load_dataset
 from jgpt.data.mixture import Share
+from jgpt.data.prepared import prepare_tokens
 
 SHARES = (Share("a", 50, 3.0), Share("b", 31, 1.0))
 LONGER = "abc" * 40
@@ -68,40 +69,29 @@ def test_a_mixture_has_the_splits_of_each_text_and_one_vocabulary(texts):
     assert dataset.shares == (Share(a, 84, 3.0), Share(b, 42, 0.5))
 
 
-class Stopped(Exception):
-    pass
+def test_prepared_folders_are_mixed(tmp_path):
+    folders = []
+    for number, notes in enumerate(([1, 2, 3] * 30, [4, 5, 7] * 20)):
+        np.save(tmp_path / f"{number}.npy", notes)
+        prepare_tokens(tmp_path / f"{number}.npy", tmp_path / str(number))
+        folders.append(f"{tmp_path / str(number)}={number + 1}")
 
+    dataset = load_dataset(DataConfig(tuple(folders)), 5)
 
-def test_a_stop_is_possible_while_texts_are_learned_from_and_encoded(texts, monkeypatch):
-    """The pass for the vocabulary, which takes a minute for byte-pairs, heard nothing."""
-    a, b = texts
-    config = DataConfig((f"{a}=3", f"{b}=1"))
-    fractions = []
-    load_dataset(config, 5, progress=fractions.append)
-
-    assert fractions == sorted(fractions)
-    assert fractions[0] == 0
-    assert fractions[-1] == 1
-    assert 0.5 in fractions
-
-    def stop(fraction):
-        raise Stopped
-
-    monkeypatch.setattr("jgpt.data.dataset._load", None)  # after the vocabulary
-    with pytest.raises(Stopped):
-        load_dataset(config, 5, progress=stop)
+    assert dataset.tokenizer.vocab_size == 8
+    assert dataset.train.tolist() == [1, 2, 3] * 27 + [4, 5, 7] * 18
 
 
 def test_other_weights_are_another_text(texts):
     a, b = texts
     config = DataConfig((f"{a}=3", f"{b}=1"))
     other_weights = DataConfig((f"{a}=2", f"{b}=1"))
-    known = load_dataset(config, 5).text
+    digest = load_dataset(config, 5).digest
 
-    load_dataset(config, 5, known=known)
+    load_dataset(config, 5, digest=digest)
 
-    with pytest.raises(ValueError, match="the text has changed since the run was trained"):
-        load_dataset(other_weights, 5, known=known)
+    with pytest.raises(ValueError, match="has other tokens than the run was trained on"):
+        load_dataset(other_weights, 5, digest=digest)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_a_file_may_have_a_name_like_a_weight(tmp_path):
     ("weights", "block_size", "message"),
     [
         (("=1", ""), 5, "must have a weight for each text, as in a.txt=0.7 b.txt=0.3"),
-        (("=1", "=0"), 5, r"b\.txt has the weight 0: leave it out"),
+        (("=1", "=0"), 5, r"'0' is no weight of .*b\.txt: give a positive number"),
         (("=1", "=-1"), 5, r"'-1' is no weight of .*b\.txt: give a positive number, as in .*=0\.3"),
         (("=1", "="), 5, r"'' is no weight of .*b\.txt"),
         (("=1", "=nan"), 5, r"'nan' is no weight of .*b\.txt"),
@@ -141,15 +131,3 @@ def test_a_wrong_mixture_is_one_line(texts, weights, block_size, message):
 
     with pytest.raises(ValueError, match=message):
         load_dataset(DataConfig(data), block_size)
-
-
-def test_weights_are_for_training_alone(texts, tmp_path):
-    """Where a text is read once, they were taken for a part of its name."""
-    a, b = texts
-    config = DataConfig((f"{a}=3", f"{b}=1"))
-
-    with pytest.raises(ValueError, match="has weights, which are for training: name the texts"):
-        load_text(config, CharTokenizer("abcxyz"))
-    with pytest.raises(ValueError, match="has weights, which are for training: name the texts"):
-        prepare(config, tmp_path / "prepared")
-    assert not (tmp_path / "prepared").exists()

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from jgpt import DataConfig, durable
-from jgpt.data import dataset as dataset_module
-from jgpt.data.dataset import load_dataset, prepare
+from jgpt.data import prepared as prepared_module
+from jgpt.data.dataset import load_dataset
+from jgpt.data.prepared import prepare
 from tests.commands import files_of_at_most, refused
 from tests.disk import Disk
 
@@ -26,17 +27,18 @@ CODE = """
 import sys, time
 from pathlib import Path
 from jgpt import DataConfig
-from jgpt.data import dataset, tokenizers
-dataset.SECONDS_BETWEEN_SAVES = 0.0
-chunks = dataset.text_chunks
-def slowly(sources, **how):
-    for number, chunk in enumerate(chunks(sources, 5000, **how)):
-        if number > 40 and "warn" in how:
+from jgpt.data import prepared
+prepared.SECONDS_BETWEEN_SAVES = 0.0
+prepared.PIECE = 5000
+chunks = prepared.text_chunks
+def slowly(files, size, **how):
+    for number, chunk in enumerate(chunks(files, size, **how)):
+        if number > 40 and size == 5000:
             time.sleep(600)
         yield chunk
-dataset.text_chunks = slowly
-config = DataConfig((sys.argv[1],), True, sys.argv[2], 300)
-dataset.prepare(config, Path(sys.argv[3]))
+prepared.text_chunks = slowly
+config = DataConfig((sys.argv[1],), sys.argv[2], 300)
+prepared.prepare(config, Path(sys.argv[3]))
 """
 
 
@@ -54,14 +56,14 @@ def text(tmp_path):
 def encoded(monkeypatch):
     """The lengths of the texts that are encoded."""
     lengths = []
-    encode_each = dataset_module.encode_each
+    encode_each = prepared_module.encode_each
 
     def counted(*its):
         for length, data in encode_each(*its):
             lengths.append(length)
             yield length, data
 
-    monkeypatch.setattr(dataset_module, "encode_each", counted)
+    monkeypatch.setattr(prepared_module, "encode_each", counted)
     return lengths
 
 
@@ -106,7 +108,7 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
 
     with monkeypatch.context() as patched:
         # it was trained
-        patched.setattr(dataset_module.tokenizers.BPETokenizer, "train", None)
+        patched.setattr(prepared_module.BPETokenizer, "train", None)
         count = prepare(config, out, warn=said.append, progress=fractions.append)
 
     assert 9 < sum(encoded) < len(text.read_text()) - 100_000
@@ -116,7 +118,7 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     assert fractions[-1] == 1
     direct = load_dataset(config, 8)
     mapped = load_dataset(DataConfig((str(out),)), 8)
-    assert mapped.text.tokens_digest == direct.text.tokens_digest
+    assert mapped.digest == direct.digest
     assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
     assert count == len(direct.train) + len(direct.validation)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
@@ -125,14 +127,14 @@ def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
 
 
 def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path, monkeypatch):
-    config = DataConfig((str(text),), True, "byte")
+    config = DataConfig((str(text),), "byte")
     said = []
-    chunks = dataset_module.text_chunks
-    monkeypatch.setattr(dataset_module, "SECONDS_BETWEEN_SAVES", 0.0)
+    chunks = prepared_module.text_chunks
+    monkeypatch.setattr(prepared_module, "SECONDS_BETWEEN_SAVES", 0.0)
 
     def ends_with(error):
-        def some(sources, **how):
-            for number, chunk in enumerate(chunks(sources, 5000, **how)):
+        def some(files, size, **how):
+            for number, chunk in enumerate(chunks(files, 5000, **how)):
                 if number == 40:
                     raise error
                 yield chunk
@@ -140,12 +142,12 @@ def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path
         return some
 
     for error, left in ((ValueError, 0), (KeyboardInterrupt, 1)):
-        monkeypatch.setattr(dataset_module, "text_chunks", ends_with(error))
+        monkeypatch.setattr(prepared_module, "text_chunks", ends_with(error))
         with pytest.raises(error):
             prepare(config, tmp_path / "out")
         assert len(list(tmp_path.glob("out*.partial"))) == left
-    monkeypatch.setattr(dataset_module, "text_chunks", chunks)
-    other = DataConfig((str(text),), False, "byte")
+    monkeypatch.setattr(prepared_module, "text_chunks", chunks)
+    other = DataConfig((str(text),), "byte", data_field="body")
     assert prepare(other, tmp_path / "other", warn=said.append) == text.stat().st_size
     text.write_text(text.read_text() + "more\n")  # another text starts anew
     assert prepare(config, tmp_path / "out", warn=said.append) == text.stat().st_size
@@ -157,12 +159,12 @@ def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path
 def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, encoded):
     words = " ".join(["one", "fish", "two", "fishes"] * 200_000)
     (tmp_path / "line.txt").write_text(words)
-    config = DataConfig((str(tmp_path / "line.txt"),), True, "bpe", 270)
+    config = DataConfig((str(tmp_path / "line.txt"),), "bpe", 270)
     prepare(config, tmp_path / "out")
-    assert len(encoded) == 4
-    assert max(encoded) < 1_100_000
+    assert len(encoded) == 16
+    assert max(encoded) < 300_000
     mapped = load_dataset(DataConfig((str(tmp_path / "out"),)), 8)
-    assert mapped.text.tokens_digest == load_dataset(config, 8).text.tokens_digest
+    assert mapped.digest == load_dataset(config, 8).digest
 
 
 WORDS = "one fish two fish red fish blue fish "
@@ -173,15 +175,13 @@ WORDS = "one fish two fish red fish blue fish "
 def words(tmp_path) -> DataConfig:
     """The config of a short text that is prepared in chunks of at most 9 bytes."""
     (tmp_path / "words.txt").write_text(WORDS)
-    return DataConfig((str(tmp_path / "words.txt"),), True, "byte")
+    return DataConfig((str(tmp_path / "words.txt"),), "byte")
 
 
 @pytest.fixture
 def in_small_chunks(monkeypatch):
-    chunks = dataset_module.text_chunks
-    small = lambda sources, **how: chunks(sources, 9, **how)  # noqa: E731
-    monkeypatch.setattr(dataset_module, "text_chunks", small)
-    monkeypatch.setattr(dataset_module, "SECONDS_BETWEEN_SAVES", -1.0)
+    monkeypatch.setattr(prepared_module, "PIECE", 9)
+    monkeypatch.setattr(prepared_module, "SECONDS_BETWEEN_SAVES", -1.0)
 
 
 def tokens_in(folder: Path) -> bytes:
@@ -198,7 +198,7 @@ def test_whenever_it_crashes_preparing_goes_on_with_the_tokens_that_are_on_disk(
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk", tmp_path / "views", zeros=zeros)
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "os", disk)
+        patch.setattr(prepared_module, "os", disk)
         patch.setattr(durable, "os", disk)
         patch.setattr(durable, "shutil", disk)
         prepare(words, disk.root / "out")
@@ -287,16 +287,16 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 def interrupted(config: DataConfig, out: Path, monkeypatch) -> Path:
     """What an interrupted process has left, with 17 of the 37 tokens."""
-    chunks = dataset_module.text_chunks
+    chunks = prepared_module.text_chunks
 
-    def some(sources, **how):
-        yield from itertools.islice(chunks(sources, **how), 2)
+    def some(*files, **how):
+        yield from itertools.islice(chunks(*files, **how), 2)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "text_chunks", some)
+        patch.setattr(prepared_module, "text_chunks", some)
         # chunks are encoded ahead, by threads
-        patch.setattr(dataset_module, "encode_each", lambda tokenizer, texts, dtype, encoded: (
+        patch.setattr(prepared_module, "encode_each", lambda tokenizer, texts, dtype, encoded: (
             (len(text), tokenizer.encode(text).astype(dtype).tobytes()) for text in texts
         ))  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
@@ -324,8 +324,26 @@ def test_of_another_text_what_a_killed_process_left_goes(
 ):
     out = tmp_path / "out"
     interrupted(words, out, monkeypatch)
-    other = dataclasses.replace(words, universal_newlines=False)
+    other = dataclasses.replace(words, data_field="body")
 
     assert prepare(other, out) == 37
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words.txt"]
+
+
+def test_a_pipe_is_prepared(tmp_path):
+    """As in `zcat text.gz | jgpt prepare - --out DIR`."""
+    text = "one two three\n" * 99
+    done = subprocess.run(
+        [sys.executable, "-m", "jgpt.cli", "prepare", "-", "--out", tmp_path / "out"],
+        input=text.encode(),
+        capture_output=True,
+        check=True,
+    )
+    prepared = prepared_module.open_prepared(tmp_path / "out")
+
+    assert done.stdout.startswith(b"1,386 tokens in ")
+    assert prepared.tokenizer.decode(prepared.tokens) == text
+    names = ["dataset.json", "tokenizer.json", "tokens.bin"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

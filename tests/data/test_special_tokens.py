@@ -12,9 +12,7 @@ from flax import nnx
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
-from jgpt.data.tokenizers import (
-    encode_each,
-)
+from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
@@ -213,17 +211,6 @@ def test_an_added_token_is_decoded_as_its_text(content):
     assert tokenizer.decode(tokens) == text
 
 
-STRIPPING = {
-    "none": {},
-    "lstrip": {"lstrip": True},
-    "rstrip": {"rstrip": True},
-    "both": {"lstrip": True, "rstrip": True},
-    "single_word": {"single_word": True},
-    "normalized": {"normalized": True, "lstrip": True},
-}
-"""The fields of an added token that decide what it takes of the text around it."""
-
-
 def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]) -> Any:
     backend = tk.Tokenizer.from_str(backend.to_str())
     normalized = fields.get("normalized", False)
@@ -232,11 +219,10 @@ def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]
     return backend
 
 
-@pytest.mark.parametrize("fields", list(STRIPPING.values())[:4], ids=list(STRIPPING)[:4])
-def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend, fields):
+def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")  # with which transformers writes a template
-    backend = with_tokens(backend, (START, END), fields)
+    backend = with_tokens(backend, (START, END), {})
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     theirs.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -265,21 +251,6 @@ def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
     tokens = encoded_parts(tokenizer, ["hello", " world"])
 
     assert tokens == tokenizer.encode("hello world").tolist()
-
-
-@pytest.mark.parametrize("fields", STRIPPING.values(), ids=STRIPPING)
-def test_parts_of_a_text_have_the_tokens_of_the_whole(backend, fields):
-    """A token that takes the newline before it may begin the part that follows."""
-    backend = with_tokens(backend, ("<A>",), fields)
-    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
-    parts = ["hello <A>\n", "<A> the world\n", "<A>\n\nhello\n", "word <A>", " <A> hello\n", "the"]
-
-    tokens = encoded_parts(tokenizer, parts)
-    # a process that was stopped after a part goes on with the next
-    rest = encoded_parts(tokenizer, parts, encoded=len(parts[0]))
-
-    assert tokens == tokenizer.encode("".join(parts)).tolist()
-    assert tokens[-len(rest) :] == rest
 
 
 def token_fields(content: str, **changed: bool) -> dict[str, Any]:
@@ -321,28 +292,3 @@ def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tm
     text = "hello \n<A> \nworld <B> <C> <D> \nthe"
 
     assert tokenizer.encode(text).tolist() == theirs(text).input_ids
-
-
-@pytest.mark.parametrize("fields", [{"single_word": True}, {"normalized": True}])
-def test_a_chat_whose_special_tokens_would_be_text_is_rejected(fields):
-    """Prepend puts a space before the token's own name, and no other place has it."""
-    backend = with_tokens(llama2(), (START, END), fields)
-    start = backend.token_to_id(START)
-    assert backend.encode(f"{START}user\nhello{END}\n{START}assistant\n").ids.count(start) < 2
-    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
-    with pytest.raises(ValueError, match=r"reads '.*<\|im_start\|>' as text beside other text"):
-        Chat(Model(), tokenizer)  # type: ignore[arg-type]
-
-
-def test_numbers_of_special_tokens_may_have_gaps():
-    """The library numbers new tokens from the vocabulary's size on, where others may be."""
-    vocabulary = {letter: 3 * number for number, letter in enumerate("abcdefgh\n")}
-    backend = tk.Tokenizer(tk.models.BPE(vocabulary, []))
-    backend.add_tokens([tk.AddedToken("[w]", normalized=False)])
-    backend.add_special_tokens(["[S]"])
-    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
-    special = backend.token_to_id("[S]")
-    assert special is not None
-    found = tokenizer.encode_template(["ab[w]", special, "hgfed\n"])
-    assert found.tolist() == backend.encode("ab[w][S]hgfed\n").ids
-    assert special not in tokenizer.encode_template(["ab[S]"])

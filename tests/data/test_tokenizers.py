@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data import tokenizers as tokenizers_module
-from jgpt.data.tokenizers import Tokenizer, tokenizer_from_json
+from jgpt.data import byte_pairs as byte_pairs_module
+from jgpt.data.encode import Tokenizer, tokenizer_from_json
 from jgpt.generation.chat import START
 from tests.generation.test_chat import with_chat_tokens
 
@@ -252,8 +252,8 @@ def quick(byte_pairs, data_directory) -> list[BPETokenizer]:
 
 def both(tokenizer, text):
     """The tokens by tiktoken and by tokenizers."""
-    assert tokenizer._fast is not None
-    with mock.patch.object(tokenizers_module, "LONG_TEXT", 0):
+    assert tokenizer.fast is not None
+    with mock.patch.object(byte_pairs_module, "LONG_TEXT", 0):
         return tokenizer.encode(text).tolist(), tokenizer._backend.encode(text).ids
 
 
@@ -276,7 +276,7 @@ def test_a_long_text_is_encoded_by_tiktoken_and_a_short_one_is_not(byte_pairs, m
     text = "low lower\n" * 7000
     encoding = mock.Mock()
     encoding.encode_to_numpy.return_value = np.array([3], np.uint32)
-    monkeypatch.setitem(byte_pairs.__dict__, "_fast", encoding)
+    monkeypatch.setitem(byte_pairs.__dict__, "fast", encoding)
     assert len(text) >= 1 << 16
     assert byte_pairs.encode(text).tolist() == [3]
     assert byte_pairs.encode(text).dtype == np.int32
@@ -289,7 +289,7 @@ def test_what_tiktoken_rejects_is_encoded_still(quick):
     """Its regular expression takes a run of spaces onto a stack."""
     spaces = " " * 2_000_000 + "x"
     with pytest.raises(ValueError, match="Max stack size"):
-        quick[2]._fast.encode_to_numpy(spaces)
+        quick[2].fast.encode_to_numpy(spaces)
     assert len(quick[2].encode(spaces)) == 2_000_000
     with pytest.raises(ValueError, match="lone surrogate"):
         quick[2].encode("a" * (1 << 16) + "\ud800")
@@ -321,8 +321,8 @@ TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": F
     ids=str,
 )
 def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
-    assert from_hf(byte_pairs)._fast is not None
-    assert from_hf(byte_pairs, **changes)._fast is None
+    assert from_hf(byte_pairs).fast is not None
+    assert from_hf(byte_pairs, **changes).fast is None
 
 
 def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
@@ -340,7 +340,7 @@ def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs)
         {"vocab": vocab | {"zzz": 999}},  # of no merge
         twice | {"merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]]},
     ):
-        assert from_hf(byte_pairs, model=model | changes)._fast is None
+        assert from_hf(byte_pairs, model=model | changes).fast is None
 
 
 def test_long_words_are_learnt_from_in_parts():
@@ -349,7 +349,7 @@ def test_long_words_are_learnt_from_in_parts():
     tokenizer = BPETokenizer.train([word], 300)
 
     assert tokenizer.vocab_size == 300
-    assert tokenizer._fast is not None
+    assert tokenizer.fast is not None
 
 
 # --- transformers' GPT-2 -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.data.tokenizers import read_tokenizer
+from jgpt.data.encode import read_tokenizer
 from jgpt.fitting.evaluate import evaluate
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
@@ -117,13 +117,13 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     run = tmp_path / "run"
     out = tmp_path / "gpt2"
     text = tmp_path / "text.txt"
-    # the model has 17 tokens: the carriage return would be one more
-    text.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
+    text.write_bytes(text_file.read_bytes() + b"z")  # one character more than the model's 17
     options = ("--from", "nanogpt", "--out", run, "--tokenizer", text)
 
-    said = refused("import", checkpoint, *options, "--no-universal-newlines")
+    said = refused("import", checkpoint, *options)
     assert "the tokenizer has 18 tokens and the model" in said
 
+    text.write_bytes(text_file.read_bytes().replace(b"\n", b"\r\n"))
     worked("import", checkpoint, *options)
     model, tokenizer, _ = load(run)
     assert tokenizer.decode(range(17)) == "\nabcdefghijklmnop"
@@ -150,12 +150,9 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
 def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     run = tmp_path / "run"
     tokenizer_file = imported / "tokenizer.json"
-    options = ("--tokenizer", tokenizer_file, "--no-universal-newlines")
 
-    worked("import", gpt2, "--out", run, *options)
+    worked("import", gpt2, "--out", run, "--tokenizer", tokenizer_file)
 
-    _, _, config = load(run)
-    assert not config.dataset.universal_newlines
     assert (run / "tokenizer.json").read_text() == tokenizer_file.read_text()
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save, save_file
 
 import jgpt
-from jgpt.data.tokenizers import tokenizer_from_json
+from jgpt.data.encode import tokenizer_from_json
 from jgpt.interop import formats
 from jgpt.interop.formats import hf_config, read_config
 from jgpt.interop.names import require_its_tokenizer, require_names, with_one_vocabulary

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.data.tokenizers import NumberTokenizer
+from jgpt.data.characters import NumberTokenizer
 from jgpt.generation.decoding import generate
 from jgpt.pictures import model, numbers
 from jgpt.pictures import page as page_module

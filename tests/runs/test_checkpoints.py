@@ -444,7 +444,7 @@ HARMLESS = {"steps": 9, "eval_interval": 3, "steps_per_call": 2, "sample_tokens"
     [
         ("", {"seed": 8}, True, False),
         ("", {"batch_size": 3}, True, False),
-        ("dataset", {"universal_newlines": False}, True, False),
+        ("dataset", {"data_field": "body"}, True, False),
         ("", HARMLESS | {"out": "x", "name": "y"}, False, False),
         ("model", {"embed_dim": 256}, True, True),
         ("model", {"num_kv_heads": 2}, True, True),

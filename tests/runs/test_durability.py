@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jgpt import CharTokenizer, ModelConfig, TrainConfig, durable, fit, load
+from jgpt.data.dataset import load_dataset
 from jgpt.nn.models import create_model
 from jgpt.runs import checkpoints, directory
 from jgpt.runs.checkpoints import Checkpoints
@@ -148,7 +149,14 @@ def test_whenever_it_crashes_the_best_and_the_last_checkpoint_load(disk, initial
     load(run.path)
 
 
+@pytest.fixture
+def tokenized(small_run, user_cache):
+    """The text's tokens, which are on another disk."""
+    load_dataset(small_run.dataset, 7)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("tokenized")
 def test_whenever_training_crashes_the_run_goes_on(disk, small_run, monkeypatch):
     """What a checkpoint's step needs is durable before it counts: metrics, and the provenance."""
     save = Checkpoints.save

@@ -200,8 +200,6 @@ def test_the_command_starts_from_a_hugging_face_folder(preset, tmp_path, poem):
     [
         ("--tokenizer", "bpe"),
         ("--tokenizer", "byte"),
-        ("--tokenizer", "numbers"),
-        ("--numbers-vocab-size", 128),
         ("--bpe-vocab-size", 1024),
     ],
 )

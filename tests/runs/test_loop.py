@@ -28,7 +28,8 @@ from jgpt import (
     generate,
     load,
 )
-from jgpt.data.dataset import load_dataset, prepare
+from jgpt.data.dataset import load_dataset
+from jgpt.data.prepared import prepare
 from jgpt.fields import to_json
 from jgpt.fitting import fit as fit_module
 from jgpt.fitting import loop, trackers
@@ -211,40 +212,17 @@ def test_a_test_split_is_evaluated_alone_and_by_its_own_characters(small_run, tm
 def test_another_text_is_evaluated_whole_with_the_run_s_tokenizer(trained, tmp_path):
     every_token = list(range(trained.tokenizer.vocab_size))
     text = trained.tokenizer.decode(every_token * 3)
-    table = tmp_path / "other.csv"
-    table.write_text(f'id,body\n1,"{text}"\n', encoding="utf-8")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"id": 1, "body": text}) + "\n", encoding="utf-8")
     tokens = trained.tokenizer.encode(f"{text}\n")
     expected = loss_by_hand(trained.model, tokens, 7)
 
-    found = evaluate(trained.directory, data=str(table), data_field="body")
+    found = evaluate(trained.directory, data=str(other), data_field="body")
 
     assert found.loss == pytest.approx(expected, rel=1e-5)
     assert found.loss != pytest.approx(trained.validation_loss, rel=1e-3)
     assert found.tokens == len(tokens) - 1
-    assert found.data == str(table)
-
-
-def test_other_tokens_say_their_dtype_which_need_not_be_that_of_the_run(small_run, tmp_path):
-    notes = np.array([60, 62, 64, 65, 67, 69, 71, 72] * 20)
-    notes.astype(np.uint16).tofile(tmp_path / "notes.bin")
-    np.save(tmp_path / "other.npy", notes[:33])
-    notes[:49].astype(np.uint32).tofile(tmp_path / "wider.bin")
-    source = (str(tmp_path / "notes.bin"),)
-    config = dataclasses.replace(
-        small_run,
-        dataset=DataConfig(source, tokenizer="numbers", token_dtype="uint16"),
-        steps=1,
-        sample_tokens=0,
-        out=str(tmp_path / "run"),
-    )
-    run = fit(config, progress=None)
-
-    wider = str(tmp_path / "wider.bin")
-
-    assert evaluate(run.directory, data=str(tmp_path / "other.npy")).tokens == 32
-    assert evaluate(run.directory, data=wider, token_dtype="uint32").tokens == 48
-    # as the uint16 of the run, each number is followed by a zero
-    assert evaluate(run.directory, data=wider).tokens == 97
+    assert found.data == str(other)
 
 
 def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
@@ -738,7 +716,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
     other = tmp_path / "new.txt"
     other.write_text("so long lives this, and this gives life to thee " * 40)
     config = with_changes(copy, **BIGRAM, dataset={"data": (str(other),)}, steps=2)
-    digest = load_dataset(config.dataset, 7).text.tokens_digest
+    digest = load_dataset(config.dataset, 7).digest
 
     run = fit(config, overwrite=True)
 
@@ -749,7 +727,7 @@ def test_overwriting_starts_again_with_another_text_and_keeps_what_is_not_the_ru
         assert checkpoints.step("best") == 2
         assert checkpoints.step("last") == 2
     (line,) = RunDirectory(run.directory).provenance()
-    assert line["corpus_sha256"] == digest
+    assert line["tokens_sha256"] == digest
 
     fit(dataclasses.replace(config, steps=3), resume=True)
 
@@ -766,8 +744,7 @@ def test_processes_must_agree_on_what_is_asked_and_on_what_they_see(copy, monkey
         "overwrite": False,
         "checkpoints": [8, 11],
         "seed": copy.seed,
-        "text_sha256": recorded_facts["text_sha256"],
-        "corpus_sha256": recorded_facts["corpus_sha256"],
+        "tokens_sha256": recorded_facts["tokens_sha256"],
         **recorded_facts["versions"],
     }
 

@@ -17,7 +17,8 @@ import tokenizers as tk
 
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data.tokenizers import CustomTokenizer, NumberTokenizer, Tokenizer
+from jgpt.data.characters import NumberTokenizer, OwnTokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.pictures import page as html
 from jgpt.pictures.program import Uncomputable
 from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
@@ -490,7 +491,7 @@ class Vowels:
 def test_another_tokenizer_is_refused_with_the_reason():
     with pytest.raises(Uncomputable, match=r"with this tokenizer: its normalizer is Prepend$"):
         vocabulary_of(BPETokenizer(llama2(), vocab_size=1000))
-    for tokenizer in (CustomTokenizer.of(Vowels), NumberTokenizer(11)):
+    for tokenizer in (OwnTokenizer.of(Vowels()), NumberTokenizer(11)):
         with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
             vocabulary_of(tokenizer)
 

@@ -273,7 +273,7 @@ def test_an_error_of_one_ends_the_other_with_its_message(options, tmp_path):
     [
         (
             ("--data", "other.txt", "--batch-size", 16, "--seed", 7),
-            r"process 1 differs: .*seed`? is 7, in process 0 1337; .*corpus_sha256`? is .*",
+            r"process 1 differs: .*seed`? is 7, in process 0 1337; .*tokens_sha256`? is .*",
         ),
         (("--data", "missing.txt"), r"(process 1: )?.*missing\.txt.*"),
     ],

@@ -1,15 +1,15 @@
 """A run knows the text that it was trained on, and says which one it was."""
 
 import dataclasses
-import hashlib
-import shutil
+from pathlib import Path
 
 import jax
 import pytest
 
 from jgpt import DataConfig, ModelConfig, TrainConfig, fit, hardware
-from jgpt.data import corpus
+from jgpt.data import sources
 from jgpt.data.batches import windows_by_number
+from jgpt.data.dataset import load_dataset
 from jgpt.fitting.evaluate import evaluate
 from jgpt.fitting.fit import plan as plan_of_run
 from jgpt.runs.directory import RunDirectory
@@ -18,65 +18,40 @@ from jgpt.training.memory import TrainingMemory
 from tests.runs.harness import BIGRAM, Heard, with_changes
 
 
-def use_corpus(patched, text: str, python: str) -> None:
+def use_corpus(patched, text: str, module: Path) -> None:
     """The Python reference, as another version of Python has it."""
-    patched.setattr(corpus, "python_reference", lambda: text)
-    patched.setattr(corpus.platform, "python_version", lambda: python)
+    module.write_text(text)
+    patched.setattr(sources, "python_reference", lambda: text)
+    patched.setattr(sources, "reference_file", lambda: module)
 
 
-@pytest.fixture(scope="module")
-def begun(small_run, poem, tmp_path_factory):
-    out = str(tmp_path_factory.mktemp("python") / "run")
-    data = DataConfig(data=("pydocs",))
-    config = with_changes(small_run, **BIGRAM, dataset=data, out=out, steps=4)
-    with pytest.MonkeyPatch.context() as patched:
-        use_corpus(patched, poem.read_text(), "3.11.7")
-        fit(config)
-    return config
-
-
-@pytest.fixture
-def of_python_3_11(begun, poem, tmp_path, monkeypatch):
-    """A run on the text of Python 3.11, in a copy."""
-    use_corpus(monkeypatch, poem.read_text(), "3.11.7")
-    return dataclasses.replace(begun, out=str(shutil.copytree(begun.out, tmp_path / "run")))
-
-
-def test_provenance_names_the_text_and_the_corpus_version(of_python_3_11, poem):
-    (line,) = RunDirectory.open(of_python_3_11.out).provenance()
-    assert line["corpora"] == {"pydocs": "Python 3.11.7"}
-    assert line["text_sha256"] == hashlib.sha256(poem.read_bytes()).hexdigest()
-    assert line["corpus_tokens"] == len(poem.read_text())  # of characters, both splits
-    assert (line["step"], line["seed"]) == (0, of_python_3_11.seed)
+def test_provenance_names_the_tokens(trained, poem):
+    (line,) = RunDirectory.open(trained.directory).provenance()
+    assert line["tokens_sha256"] == load_dataset(trained.config.dataset, 7).digest
+    assert line["tokens"] == len(poem.read_text())  # of characters, both splits
+    assert (line["step"], line["seed"]) == (0, trained.config.seed)
     assert line["versions"]["jax"] == jax.__version__
     assert line["devices"] == ["cpu"] * jax.device_count()
-    assert len(line["corpus_sha256"]) == len(line["tokenizer_sha256"]) == 64
+    assert len(line["tokens_sha256"]) == len(line["tokenizer_sha256"]) == 64
     assert line["command"]
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_another_python_s_corpus_is_named_before_it_is_encoded(
-    of_python_3_11, poem, monkeypatch, goes_on
-):
-    """It has characters that the run's tokenizer does not know."""
-    use_corpus(monkeypatch, "$" + poem.read_text(), "3.13.0")
-    longer = dataclasses.replace(of_python_3_11, steps=8)
-    changed = r"pydocs was that of Python 3\.11\.7, here it is that of Python 3\.13\.0"
+def test_another_python_s_corpus_is_another_text(small_run, poem, tmp_path, monkeypatch):
+    use_corpus(monkeypatch, poem.read_text(), tmp_path / "3.11.py")
+    data = DataConfig(data=("pydocs",))
+    out = str(tmp_path / "run")
+    config = with_changes(small_run, **BIGRAM, dataset=data, out=out, steps=4)
+    fit(config)
+    assert evaluate(out).loss > 0
 
-    with pytest.raises(ValueError, match=changed) as error:
-        fit(longer, resume=True) if goes_on else evaluate(of_python_3_11.out)
-    assert "restore the text or use that Python, or train a new run" in str(error.value)
-
-
-def test_a_changed_text_of_the_same_python_is_to_be_restored(of_python_3_11, monkeypatch):
-    use_corpus(monkeypatch, "another text", "3.11.7")
-    with pytest.raises(ValueError, match="restore the text, or train a new run"):
-        evaluate(of_python_3_11.out)
-
-
-def test_the_same_text_from_another_python_is_the_same(of_python_3_11, poem, monkeypatch):
-    use_corpus(monkeypatch, poem.read_text(), "3.13.0")
-    assert evaluate(of_python_3_11.out).loss > 0
+    use_corpus(monkeypatch, poem.read_text() * 2, tmp_path / "3.13.py")
+    another = (
+        r"has other tokens than the run was trained on .*; pydocs is another text in each vers"
+    )
+    with pytest.raises(ValueError, match=another):
+        evaluate(out)
+    with pytest.raises(ValueError, match=another):
+        fit(dataclasses.replace(config, steps=8), resume=True)
 
 
 def micro_batches_in(run: RunDirectory) -> list[int]:

@@ -149,10 +149,6 @@ REASONS = {
     "resume with fewer steps": Reason("below the 11 steps", {"steps": 10}),
     "resume on a full disk": Reason("1,000 bytes free", {"steps": 12}, arrange=full_disk),
     "resume without memory": Reason("smaller model", arrange=little_memory),
-    "resume with newlines as they are": Reason(
-        "universal_newlines` is True in the run, False in the config",
-        {"dataset": {"universal_newlines": False}},
-    ),
     "resume beside half a checkpoint": Reason("SHA-256", arrange=half_a_checkpoint),
     "overwrite with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "overwrite with a model that is not applied": Reason(

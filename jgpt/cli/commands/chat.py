@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
@@ -42,7 +41,6 @@ def chat(
             CPU.
     """
     run = runs.run_or_latest(run)
-    _require_tokenizer(run)
     with runs.loaded_run(run, checkpoint, model=model, weights=weights) as (loaded, tokenizer, _):
         import jax
 
@@ -58,14 +56,6 @@ def chat(
             top_p=top_p,
         )
     _converse(conversation)
-
-
-def _require_tokenizer(run: str) -> None:
-    """Raise ValueError for a custom tokenizer, which can't have the special tokens of a chat."""
-    from jgpt.runs.directory import RunDirectory
-
-    if RunDirectory.is_run(Path(run)) and RunDirectory.open(run).config().dataset.make is not None:
-        raise ValueError(f"{run} has a custom tokenizer, without the special tokens of a chat")
 
 
 def _converse(conversation: Any) -> None:

@@ -12,11 +12,9 @@ from jgpt.cli.arguments import (
     Lines,
     MeshOption,
     ModelOption,
-    TokenizerOption,
 )
 from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console
-from jgpt.config import TokenDtype
 
 
 def eval_(
@@ -26,9 +24,7 @@ def eval_(
     split: Literal["validation", "test"] = "validation",
     data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = (),
     data_field: Annotated[str | None, OptionSpec("NAME")] = None,
-    token_dtype: TokenDtype | None = None,
     model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
     mesh: MeshOption = None,
 ) -> Lines:
     """Compute a run's exact loss on the whole validation or test split, or on another text.
@@ -37,9 +33,8 @@ def eval_(
         split: The split to evaluate on. There is a test split if the run has a test_fraction.
         data: Another text instead of a split: what --data of jgpt train takes. All of it is
             evaluated, with the run's tokenizer.
-        data_field: The field or column of JSON lines, CSV and Parquet that has the other text. By
+        data_field: The field or column of JSON lines and Parquet that has the other text. By
             default that of the run.
-        token_dtype: The dtype of another .bin file of tokens. By default that of the run.
         json: Print one JSON object.
     """
     run = runs.run_or_latest(run)
@@ -60,9 +55,7 @@ def eval_(
             split=split,
             data=data,
             data_field=data_field,
-            token_dtype=token_dtype,
             model=model,
-            tokenizer=tokenizer,
             progress=progress,
         )
     if json:

@@ -7,7 +7,6 @@ from jgpt.cli.arguments import Checkpoint, Lines, Run
 from jgpt.cli.options import (
     OptionSpec,
 )
-from jgpt.fields import Code
 
 
 def export(
@@ -28,9 +27,6 @@ def export(
         # before the model is loaded, which may take a while: it raises for a model without a format
         directory = RunDirectory.open(run)
         config = directory.config()
-        if config.dataset.make is not None:
-            named = Code.of(config.dataset.make).named
-            raise ValueError(f"the tokenizer {named} is code, which can't be exported")
         hf_config(config.model, zero_biases=zero_biases)
         # tokenizer and settings of generation go out as they came in
         imported = directory.imported()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import terminal
-from jgpt.cli.arguments import Lines, Newlines, shell_command
+from jgpt.cli.arguments import Lines, shell_command
 from jgpt.cli.options import (
     OptionError,
     OptionSpec,
@@ -22,7 +22,6 @@ def import_(
     dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, OptionSpec("DIR|FILE")] = None,
     data: Annotated[tuple[str, ...], OptionSpec("TEXT")] = DataConfig().data,
-    universal_newlines: Newlines = DataConfig.universal_newlines,
 ) -> Lines:
     """Import the weights of GPT-2, Llama, SmolLM2, Qwen3 or nanoGPT as a run.
 
@@ -58,13 +57,13 @@ def import_(
             # a single file, as --tokenizer may be, says nothing about special tokens
             tokenizer_folder = Path(tokenizer or folder)
             text_files = read_text_files(folder, tokenizer_folder)
-        model_tokenizer = _tokenizer(folder, tokenizer, universal_newlines, model.vocab_size)
+        model_tokenizer = _tokenizer(folder, tokenizer, model.vocab_size)
         if tokenizer is not None:  # one beside the weights is theirs, however small it is
             names.require_its_tokenizer(model, model_tokenizer)
         model, model_tokenizer = names.with_one_vocabulary(model, model_tokenizer)
     config = fine_tuning_config(
         dataclasses.replace(model.config, dtype=dtype),
-        DataConfig(data=data, universal_newlines=universal_newlines),
+        DataConfig(data=data),
     )
     save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
     return [
@@ -73,10 +72,11 @@ def import_(
     ]
 
 
-def _tokenizer(source: Path, option: str | None, universal_newlines: bool, vocab_size: int) -> Any:
+def _tokenizer(source: Path, option: str | None, vocab_size: int) -> Any:
     """The tokenizer of --tokenizer, or else the one beside the weights."""
-    from jgpt.data.corpus import read_text
-    from jgpt.data.tokenizers import CharTokenizer, read_tokenizer
+    from jgpt.data.characters import CharTokenizer
+    from jgpt.data.encode import read_tokenizer
+    from jgpt.data.sources import read_text
     from jgpt.interop.text_files import read_folder_tokenizer
 
     path = Path(option or source)
@@ -87,4 +87,4 @@ def _tokenizer(source: Path, option: str | None, universal_newlines: bool, vocab
     if option is None:  # nanoGPT's ckpt.pt, which has none
         raise ValueError(f"{path} has no tokenizer next to it: give --tokenizer")
     # the characters of the text that the model was trained on, as nanoGPT orders them
-    return CharTokenizer.from_text(read_text((option,), universal_newlines=universal_newlines))
+    return CharTokenizer.from_text(read_text((option,)))

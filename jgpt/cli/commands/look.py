@@ -9,7 +9,6 @@ from jgpt.cli.arguments import (
     LatestRun,
     Lines,
     ModelOption,
-    TokenizerOption,
     path_to_write,
 )
 from jgpt.cli.options import OptionSpec
@@ -27,7 +26,6 @@ def look(
     max_new_tokens: int | None = None,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
 ) -> Lines:
     """Write an HTML page that shows the inside of a model.
 
@@ -43,7 +41,7 @@ def look(
     out = out or "look.html"
     path = path_to_write(out, ".html")
     name = Path(run).resolve().name
-    with runs.loaded_run(run, checkpoint, model=model, tokenizer=tokenizer) as opened:
+    with runs.loaded_run(run, checkpoint, model=model) as opened:
         from jgpt.pictures.opening import opening_text
         from jgpt.pictures.page import model_page
 

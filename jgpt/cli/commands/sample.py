@@ -13,7 +13,6 @@ from jgpt.cli.arguments import (
     ModelOption,
     Probability,
     Texts,
-    TokenizerOption,
 )
 from jgpt.cli.options import (
     File,
@@ -41,7 +40,6 @@ def sample(
     weights: Literal["saved", "int8"] = "saved",
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
     mesh: MeshOption = None,
 ) -> None:
     """Generate text with a trained model, streamed as it is sampled.
@@ -62,13 +60,13 @@ def sample(
             CPU.
     """
     run = runs.run_or_latest(run)
-    with runs.loaded_run(run, checkpoint, mesh, model, weights, tokenizer) as opened:
+    with runs.loaded_run(run, checkpoint, mesh, model, weights) as opened:
         import jax
 
         from jgpt.generation.text import stream_text
 
-        loaded, used_tokenizer, config = opened
-        texts = _prompts(prompt, prompt_file, config.dataset.universal_newlines)
+        loaded, used_tokenizer, _ = opened
+        texts = _prompts(prompt, prompt_file)
         # made as they are needed: a list of so many might not fit into memory
         prompts = (text for text in texts for _ in range(num_samples))
         key = jax.random.key(seed)
@@ -115,20 +113,18 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> N
         print(text)
 
 
-def _prompts(
-    prompts: tuple[str, ...], path: str | None, universal_newlines: bool
-) -> tuple[str, ...]:
+def _prompts(prompts: tuple[str, ...], path: str | None) -> tuple[str, ...]:
     """The prompts; a file is read as the run's text was. By default one that is empty."""
-    from jgpt.data.corpus import read_stream
+    from jgpt.data.sources import read_stream
 
     if path is not None:
         if prompts:
             raise ValueError("give --prompt or --prompt-file, not both")
         if path == "-":
             with sys.stdin.buffer as file:
-                text = read_stream(file, "standard input", universal_newlines=universal_newlines)
+                text = read_stream(file, "standard input")
         else:
             with open(path, "rb") as file:
-                text = read_stream(file, path, universal_newlines=universal_newlines)
+                text = read_stream(file, path)
         prompts = (text,)
     return prompts or ("",)

@@ -9,7 +9,7 @@ from json import dumps
 from typing import Annotated, Any
 
 from jgpt.cli import functions, runs, sources, terminal
-from jgpt.cli.arguments import Lines, ModelOption, TokenizerOption
+from jgpt.cli.arguments import Lines, ModelOption
 from jgpt.cli.failing import source_shown
 from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.terminal import on_one_line
@@ -36,7 +36,6 @@ def shapes(
         ),
     ] = (),
     model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
     batch: int | None = None,
     time: int | None = None,
     depth: int | None = None,
@@ -93,7 +92,7 @@ def shapes(
             raise OptionError(message)
     with _strict_json(json, source):
         if prompt is not None:
-            return functions.show_values(what, prompt, model, tokenizer, of=of, json=json)
+            return functions.show_values(what, prompt, model, of=of, json=json)
         if causal:
             return _prove_causal(what, arrays, model, time)
         return _show(what, arrays, model, batch, time, depth, decode, train, source, of, json)

@@ -1,6 +1,7 @@
 """Text is found, downloaded whole or not at all, and read strictly."""
 
 import io
+import os
 import re
 import shutil
 import socket
@@ -8,20 +9,15 @@ import threading
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jgpt import BPETokenizer
-from jgpt.data import corpus
-from jgpt.data.corpus import (
-    python_reference,
-    read_stream,
-    read_text,
-    shakespeare_file,
-    text_chunks,
-)
-from tests.data.files import write
+from jgpt.data import sources
+from jgpt.data.sources import find_files, python_reference, read_stream, shakespeare_file
+from tests.data.files import chunks_of, read_text, write
 
 
 def test_the_built_in_corpus_is_the_language_reference():
@@ -83,15 +79,15 @@ def offline(monkeypatch):
     """Only this machine's own servers can be reached, and no data directory is given."""
     monkeypatch.delenv("JGPT_DATA_DIR", raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
 
 
 def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, monkeypatch):
     data = shakespeare.encode()
     said = []
     with server(b"200 OK\r\n\r\n" + data) as url:
-        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
-        assert read_text(["shakespeare"], warn=said.append) == shakespeare
+        monkeypatch.setattr(sources, "SHAKESPEARE_URL", url)
+        assert read_text(["shakespeare"], said.append) == shakespeare
     assert said == [f"downloading tiny Shakespeare from {url}"]
     path = shakespeare_file()  # the server is gone
     assert path == user_cache / "tinyshakespeare.txt"
@@ -116,8 +112,8 @@ def test_tiny_shakespeare_is_downloaded_once(shakespeare, user_cache, offline, m
 def test_a_failed_download_leaves_nothing_and_says_both_ways_out(
     user_cache, offline, monkeypatch, answer, reason
 ):
-    with server(answer) if answer else nullcontext(corpus.SHAKESPEARE_URL) as url:
-        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", url)
+    with server(answer) if answer else nullcontext(sources.SHAKESPEARE_URL) as url:
+        monkeypatch.setattr(sources, "SHAKESPEARE_URL", url)
         with pytest.raises(ConnectionError, match="could not be downloaded") as error:
             read_text(["shakespeare"])
     for word in (reason, url, "name a file", "the corpus pydocs", "JGPT_DATA_DIR"):
@@ -132,24 +128,11 @@ def test_newlines_are_universal_and_a_byte_order_mark_is_dropped(tmp_path):
         "mac": "c\rd\r",
         "marked": "\ufeffe",
     }
-    plain, *others = sources = [write(tmp_path, name, text) for name, text in written.items()]
-    said = []
-    assert read_text(sources, warn=said.append) == "d\ufeff\nea\nb\nc\nd\ne"
-    assert said == [
-        f"{others[0]} and 2 more: carriage returns are read as newlines, and byte-order marks are "
-        "dropped; universal_newlines=False keeps both"
-    ]
-    for source in others:
-        read_text([source], warn=said.append)
-        assert said[-1].startswith(f"{source}: ")
-    read_text([plain], warn=said.append)
-    kept = read_text(sources, universal_newlines=False, warn=said.append)
-    assert kept == "".join(written.values())
-    assert len(said) == 4
+    files = [write(tmp_path, name, text) for name, text in written.items()]
+    assert read_text(files) == "d\ufeff\nea\nb\nc\nd\ne"
     # and so in a stream
     data = written["windows"].encode()
     assert read_stream(io.BytesIO(data), "it") == "a\nb\n"
-    assert read_stream(io.BytesIO(data), "it", universal_newlines=False) == written["windows"]
     assert read_stream(io.BytesIO(b""), "it") == ""
     with pytest.raises(ValueError, match="it is not UTF-8 text: byte 3 can't be read"):
         read_stream(io.BytesIO(b"caf\xe9"), "it")
@@ -177,12 +160,12 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
 def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = []
-    assert read_text(["pydocs"], warn=said.append) == python_reference()
+    assert read_text(["pydocs"], said.append) == python_reference()
     assert said == []
     write(tmp_path, "pydocs", "mine")
-    assert read_text(["pydocs"], warn=said.append) == python_reference()
+    assert read_text(["pydocs"], said.append) == python_reference()
     assert said == ["pydocs is the corpus of that name; the file or folder here is ./pydocs"]
-    assert read_text(["./pydocs"], warn=said.append) == "mine"
+    assert read_text(["./pydocs"], said.append) == "mine"
     assert len(said) == 1
 
 
@@ -199,11 +182,9 @@ LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)
 def test_chunks_join_to_the_whole(tmp_path_factory, text, chunk_size):
     path = write(tmp_path_factory.getbasetemp(), "chunked.txt", text)
     read = text.replace("\r\n", "\n").replace("\r", "\n")
-    for universal, expected in ((True, read + read), (False, text + text)):
-        chunks = list(text_chunks([path, path], chunk_size, universal_newlines=universal))
-        assert "".join(chunks) == expected
-        assert read_text([path, path], universal_newlines=universal) == expected
-        assert all(chunks)
+    chunks = list(chunks_of([path, path], chunk_size))
+    assert "".join(chunks) == read + read
+    assert all(chunks)
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +195,10 @@ def byte_pairs():
 @given(text=LINES.filter(bool), chunk_size=st.integers(1, 9))
 def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chunk_size):
     path = write(tmp_path_factory.getbasetemp(), "seams.txt", text)
-    chunks = text_chunks([path], chunk_size, universal_newlines=False)
-    pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks]
+    read = text.replace("\r\n", "\n").replace("\r", "\n")
+    pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks_of([path], chunk_size)]
 
-    assert list(chain.from_iterable(pieces)) == byte_pairs.encode(text).tolist()
+    assert list(chain.from_iterable(pieces)) == byte_pairs.encode(read).tolist()
 
 
 def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkeypatch):
@@ -230,10 +211,10 @@ def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkey
         seen.append(len(pending))
         return 0
 
-    monkeypatch.setattr(corpus, "last_split_point", look)
+    monkeypatch.setattr(sources, "last_split_point", look)
     path = write(tmp_path, "book.txt", text)
 
-    chunks = list(text_chunks([path], 100, longest_word=1 << 20))
+    chunks = list(chunks_of([path], 100, longest_word=1 << 20))
 
     assert "".join(chunks) == text
     assert len(text) / 2 < sum(seen) < 3 * len(text)
@@ -250,6 +231,22 @@ def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkey
         ("\nab\nc\nd", 3, ["\nab\n", "c\n", "d"]),
     ],
 )
-def test_chunks_are_cut_where_a_line_or_word_ends(tmp_path, monkeypatch, text, size, chunks):
-    monkeypatch.setattr(corpus, "LONGEST_WORD", 12)
-    assert list(text_chunks([write(tmp_path, "lines.txt", text)], size)) == chunks
+def test_chunks_are_cut_where_a_line_or_word_ends(tmp_path, text, size, chunks):
+    path = write(tmp_path, "lines.txt", text)
+    assert list(chunks_of([path], size, longest_word=12)) == chunks
+
+
+def test_what_is_no_text_is_named_with_the_command_that_reads_it(tmp_path):
+    np.save(tmp_path / "notes.npy", np.arange(9))
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    for path in (tmp_path / "notes.npy", tmp_path / "train.bin", tmp_path):
+        message = f"{path} has tokens, not text: jgpt prepare {path} `out=DIR` makes a folder"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            find_files([str(path)])
+    os.mkfifo(tmp_path / "pipe")
+    for word in ("-", str(tmp_path / "pipe")):
+        with pytest.raises(ValueError, match="is a pipe, which can be read only once: jgpt prep"):
+            find_files([word])
+    packed = write(tmp_path, "a.txt.zst", b"x")
+    with pytest.raises(ValueError, match=re.escape(f"`zstd -d {packed}` unpacks it")):
+        read_text([packed])
