@@ -89,7 +89,8 @@ def killed(
                 found["kills"] += 1
         said, _ = process.communicate()
         found["continued"] += "continuing after" in said
-        if process.returncode == 0:
+        # A kill may come after the folder has got its name.
+        if process.returncode == 0 or (out / "prepared" / "dataset.json").exists():
             files = files_in(out)
             found["finished"] += 1
             found["left_over"] += files.keys() != expected.keys()
