@@ -19,8 +19,10 @@ import jgpt
 from jgpt import attend, attention_weights
 from jgpt.cli.report import describe_optimizer
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, StatisticName, TrainConfig
-from jgpt.data import batches, dataset, tokenizers
+from jgpt.data import batches, dataset, prepared
 from jgpt.data.batch import Batch
+from jgpt.data.characters import NumberTokenizer, OwnTokenizer
+from jgpt.data.encode import count_characters
 from jgpt.data.mixture import Share
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
@@ -268,25 +270,23 @@ def sampling() -> None:
     for count in (0, 31):
         prompts = ("\0" * TIME,) * BATCH
         filters: dict[str, Any] = {"top_k": 3, "top_p": 0.9}
-        jgpt.generate_text(gpt, tokenizers.ByteTokenizer(), prompts, count, key=key, **filters)
+        jgpt.generate_text(gpt, jgpt.ByteTokenizer(), prompts, count, key=key, **filters)
     jgpt.Chat(gpt, chat_tokenizer(), key=key)
 
 
 def text() -> None:
     """Text to tokens and back."""
-    pieces = tokenizers.BPETokenizer.train(["ab ab"], 257)
-    numbers_of_text = tokenizers.NumberTokenizer(9)
-    wrapped = tokenizers.CustomTokenizer.of(numbers_of_text)
+    pieces = jgpt.BPETokenizer.train(["ab ab"], 257)
+    numbers_of_text = NumberTokenizer(9)
+    wrapped = OwnTokenizer.of(numbers_of_text)
     for tokenizer in (numbers_of_text, wrapped):
         tokenizer.encode("1 2")
         tokenizer.decode(np.ones(31, np.int32))
-    wrapped.encode_reversibly("1 2")
-    for tokenizer in (tokenizers.CharTokenizer("\0ab"), tokenizers.ByteTokenizer(), pieces):
+    for tokenizer in (jgpt.CharTokenizer("\0ab"), jgpt.ByteTokenizer(), pieces):
         tokenizer.encode("ab")
         tokenizer.decode(np.ones(31, np.int32))
     pieces.encode_ordinary("ab")
     pieces.encode_part("ab")
-    pieces.encode_template(["ab"])
     default_prompt(tokenizer)
     numbers.encode_text(tokenizer, "a")
 
@@ -299,9 +299,9 @@ def files() -> None:
     (folder / "text").write_text("ab\n" * 60)
     data = DataConfig(data=(str(folder / "text"),))
     dataset.load_dataset(data, block_size=8)
-    dataset.prepare(data, folder / "prepared")
+    prepared.prepare(data, folder / "prepared")
     data = DataConfig(data=(str(folder / "prepared"),))
-    dataset.count_characters(np.zeros(31, np.uint16), tokenizers.CharTokenizer("ab"))
+    count_characters(np.zeros(31, np.uint16), jgpt.CharTokenizer("ab"))
     config = dataclasses.replace(
         TRAIN,
         dataset=data,
@@ -315,9 +315,9 @@ def files() -> None:
     describe_optimizer(OptimizerConfig(), weights)
     describe_optimizer(OptimizerConfig(make=plain_descent), weights)
     np.ones(31, np.uint16).tofile(folder / "tokens.bin")
-    dataset._open_bare_tokens(folder / "tokens.bin", tokenizers.CharTokenizer("ab"))
+    prepared.prepare_tokens(folder / "tokens.bin", folder / "bin", jgpt.CharTokenizer("ab"))
     np.save(folder / "tokens.npy", np.ones(31, np.int64))
-    dataset._open_bare_tokens(folder / "tokens.npy", None)
+    prepared.prepare_tokens(folder / "tokens.npy", folder / "npy")
     dataset.Dataset.from_tokens(np.ones(180, np.int64))
     jgpt.evaluate(folder / "run")
     jgpt.evaluate(folder / "run", data=str(folder / "text"))

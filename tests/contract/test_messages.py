@@ -127,7 +127,7 @@ Reason: int is not a JAX array: jax.random.key makes one.""",
     (
         lambda: jgpt.ByteTokenizer().decode(3),  # type: ignore[arg-type]
         """\
-jgpt.data.tokenizers.ByteTokenizer.decode() got a wrong argument `tokens`.
+jgpt.data.characters.ByteTokenizer.decode() got a wrong argument `tokens`.
 Expected: Integer[ndarray, "tokens"] | Integer[Any, "tokens"] | Sequence[int]
 Got: 3
 Reason: int is not a NumPy array: np.asarray makes one.""",

@@ -37,7 +37,7 @@ def test_the_walk_finds_the_package():
         "jgpt.nn.heads.Head.__init__",
         "jgpt.nn.heads._Attention._mask",
         "jgpt.generation.decoding._draw",  # below jax.jit
-        "jgpt.data.tokenizers.BPETokenizer.end_of_text",  # a property
+        "jgpt.data.byte_pairs.BPETokenizer.end_of_text",  # a property
         "jgpt.training.step.Metrics.__init__",  # a record's
     } <= names
 
