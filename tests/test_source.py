@@ -683,11 +683,11 @@ def test_the_command_has_its_source_as_json():
         pytest.param(
             "--train",
             "Block.__call__",
-            "x = x + self.attention(",
+            "x = x + attended",
             "x: float32[b t 32]",
             marks=pytest.mark.slow,
         ),
-        ("--decode", "Block.__call__", "x = x + self.attention(", "x: float32[b 1 32]"),
+        ("--decode", "Block.__call__", "x = x + attended", "x: float32[b 1 32]"),
     ],
 )
 def test_the_source_of_a_step(option, name, line, shapes):

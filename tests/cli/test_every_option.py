@@ -478,6 +478,14 @@ def test_a_size_that_is_not_given_is_a_symbol_beside_one_that_is(calls, given, s
     assert symbol in type_in("shapes", "run", *given, "--depth", 1)
 
 
+def test_a_proof_of_sight_is_asked_at_a_length(calls):
+    calls.note("jgpt.cli.runs.config_of", PRESETS["tiny"][1])
+
+    said = type_in("shapes", "run", "--causal", "--time", 3)
+
+    assert said.splitlines()[0] == "proven for t = 3"
+
+
 def test_the_source_of_shapes(calls, monkeypatch):
     line = SourceLine(1, "a line", (), is_reached=True)
     functions = [FunctionSource("file.py", name, 1, (line,)) for name in ("attend", "embed")]

@@ -195,7 +195,7 @@ def test_each_array_has_the_line_that_makes_it():
     )
     name, text, shapes, callers = lines["blocks.1", "blocks.1"]
     assert name == "Block.__call__"
-    assert text == "return x + self.feed_forward(self.feed_forward_norm(x), rngs=rngs)"
+    assert text == "return x + transformed.astype(x.dtype)"
     assert shapes == f"return: float32[batch=1 time=time embed_dim={look.model.config.embed_dim}]"
     assert callers > 1  # it is called in a loop over blocks, which is called in turn
     record = record_of(look, TOKENIZER.encode(TEXT).tolist())
