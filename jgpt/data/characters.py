@@ -53,7 +53,7 @@ class CharTokenizer:
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> Self:
-        """Make a tokenizer of the characters in texts."""
+        """Make a tokenizer of the characters in `texts`, which are read one after the other."""
         is_used = np.zeros(sys.maxunicode + 1, bool)
         for text in texts:
             # A table of all code points: a set of characters takes five times as long.

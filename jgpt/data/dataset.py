@@ -50,7 +50,7 @@ class Dataset:
     def open(
         cls, folder: str | Path, *, validation_fraction: float = 0.1, test_fraction: float = 0.0
     ) -> "Dataset":
-        """Open a folder that `jgpt prepare` wrote; its tokens are mapped into memory.
+        """Open the `folder` that `jgpt prepare` wrote; its tokens are mapped into memory.
 
         `validation_fraction` and `test_fraction` of the tokens, at their end, are held out, unless
         the data came split. Raises ValueError for a folder that is incomplete or damaged.
