@@ -111,7 +111,8 @@ def prove_sight(
             if is_chosen or not proven:
                 raise
             # A length that the function refuses ends the list.
-            refused = f"; it refuses {name} = {length}: {str(error).splitlines()[0]}"
+            reason, *_ = str(error).splitlines() or [type(error).__name__]  # a bare `assert`
+            refused = f"; it refuses {name} = {length}: {reason}"
             break
         if leak is not None:
             return SightProof(False, asked.explained(leak, chosen, max(lengths)))
@@ -214,6 +215,8 @@ class _Asked:
         """Return what an output reads that it may not read, or None, and the interpreter whose
         assumptions served."""
         question = self._ask(sizes)
+        if not question.closed.out_avals:
+            raise Unreadable("the function returns no array, so nothing is read")
         if not self.axes:
             for asked in self.questions:
                 self.axes[asked] = self._axes_of(asked, question, sizes)

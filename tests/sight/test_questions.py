@@ -38,6 +38,16 @@ def test_the_lengths_that_are_proven_are_told_and_no_others() -> None:
     assert refusing == "proven for t = 1 to 5; it refuses t = 6: 6 is more than 5"
 
 
+def test_a_length_that_a_bare_assertion_refuses_ends_the_list() -> None:
+    def shorter_than_4(x: Array) -> Array:
+        assert x.shape[1] < 4
+        return attend()(x)
+
+    proof = jgpt.prove(shorter_than_4, "float32[b t 3]", causal="t")
+
+    assert str(proof).startswith("proven for t = 1 to 3; it refuses t = 4: ")
+
+
 def test_a_function_of_one_length_is_asked_at_that_length() -> None:
     def of_three(x: Array, right: bool) -> Array:
         y = x.reshape(2, 3, 4) if right else x.reshape(2, 4, 3).mT
@@ -165,6 +175,7 @@ def in_place(x: Array) -> Array:
 @pytest.mark.parametrize(
     ("function", "array", "options", "message"),
     [
+        (lambda x: None, "float32[b t]", {"causal": "t"}, "the function returns no array"),
         (jnp.sum, "float32[b t]", {"causal": "t"}, "output 0 has no axis of the length t: give"),
         (
             lambda x: x @ x.mT,
@@ -258,5 +269,14 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(
     train = ("train", "tiny", "--steps", "1", "--data", str(poem), "--sample-tokens", "0")
     said = "".join(ran(*train, "--model", "peek.py:Peek", "--out", "peeking")[1:])
     assert "the model is not proven causal: output 0 can depend on input 4; it comes in at" in said
+
+    def crash(*_: Any, **options: Any) -> None:
+        raise KeyError("a parameter of a newer JAX")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jgpt.fitting.prepare.prove", crash)
+        code, *said = ran(*train, "--model", "peek.py:Peek", "--out", "crashed")
+    assert code == 0
+    assert "can't be proven: 'a parameter of a newer JAX'" in "".join(said)
     said = "".join(ran(*train, "--model", "peek.py:OnPurpose", "--out", "purpose")[1:])
     assert "causal" not in said
