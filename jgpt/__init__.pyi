@@ -1,10 +1,7 @@
 from .config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from .data.batch import Batch
 from .data.byte_pairs import BPETokenizer
 from .data.characters import ByteTokenizer, CharTokenizer
 from .data.dataset import Dataset, load_dataset
-from .fitting.evaluate import evaluate
-from .fitting.fit import fit
 from .generation.chat import Chat
 from .generation.decoding import generate
 from .generation.text import generate_text
@@ -17,7 +14,10 @@ from .nn.models import LanguageModel
 from .nn.transformer import GPT, Block, FeedForward
 from .pictures.page import look
 from .presets import PRESETS, preset
+from .runs.evaluate import evaluate
+from .runs.fit import fit
 from .runs.load import load, load_pretrained, save
+from .runs.run import Run
 from .shapes.calls import watching
 from .shapes.contract import check, typed
 from .shapes.edits import capture, edit
@@ -34,7 +34,6 @@ __all__ = [
     "GPT",
     "PRESETS",
     "BPETokenizer",
-    "Batch",
     "BigramLM",
     "Block",
     "ByteTokenizer",
@@ -49,6 +48,7 @@ __all__ = [
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
+    "Run",
     "TrainConfig",
     "annotated_source",
     "attend",

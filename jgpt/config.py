@@ -26,7 +26,6 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
-StatisticName = Literal["gradient_norms", "update_ratios", "activation_rms"]
 MESH_AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh: data parallelism, fully sharded data parallelism, tensor parallelism."""
 DEFAULT_TEMPERATURE = 0.8
@@ -233,8 +232,7 @@ class DataConfig(Fields):
 
     data: Annotated[tuple[str, ...], SOURCES] = ("pydocs",)
     """The corpora pydocs or shakespeare, files and folders of text, JSON lines or Parquet, or a
-    folder that `jgpt prepare` wrote. With weights, as in a.txt=0.7 b.txt=0.3, each window is drawn
-    from one of them."""
+    folder that `jgpt prepare` wrote."""
     tokenizer: TokenizerName = "char"
     """Characters, bytes, byte-pairs trained on the text, or GPT-2's byte-pairs from
     tokenizer_files. Prepared data brings its own."""
@@ -290,15 +288,14 @@ class TrainConfig(Fields):
     """Optimizer steps."""
     batch_size: Count = 12
     """Sequences per step."""
-    micro_batches: Count | Literal["auto"] = 1
-    """Gradient accumulation: split a batch into this many micro-batches, to save memory. auto is
-    the fewest with which a step fits into the device's memory, or half of a CPU's."""
+    micro_batches: Count = 1
+    """Gradient accumulation: split a batch into this many micro-batches, to save memory. A mesh
+    that shards the batch needs fewer: the number is divided by data x fsdp."""
     eval_interval: Count = 250
-    """Steps between evaluations and checkpoints; the last step always has both."""
-    eval_tokens: int | Literal["auto"] | None = "auto"
-    """Validation tokens per evaluation. A number takes the first ones, None takes all. auto takes
-    all if that costs at most 5% of the run's FLOPs or the split has at most 131,072 targets.
-    Otherwise it takes as many as cost 5%, spread evenly over the split."""
+    """Steps between evaluations and checkpoints; the last step always has both, and so has an
+    eighth of the first interval."""
+    eval_tokens: Count | None = 131_072
+    """The most validation targets per evaluation, spread evenly over the split; None takes all."""
     steps_per_call: Count = 50
     """Steps per dispatch to the device."""
     patience: Count | None = None
@@ -311,11 +308,6 @@ class TrainConfig(Fields):
     """Also keep checkpoints whose step is a multiple of this."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers besides metrics.jsonl; each needs the extra of its name."""
-    log: tuple[StatisticName, ...] = ()
-    """Further metrics for each part of the model: norms of gradients, updates in relation to the
-    parameters, and the root mean square of what each part returns."""
-    log_interval: Count = 10
-    """Steps between the metrics of log."""
     sample_tokens: Annotated[int, NOT_NEGATIVE] = 500
     """The length of the sample after training, in tokens; 0 for no sample."""
     mesh: str | None = None
@@ -323,34 +315,18 @@ class TrainConfig(Fields):
     train state, tensor heads and features. By default all accelerators over data, or over fsdp if
     one can't hold the train state."""
     objective: Make = None
-    """What makes the objective that training minimises, called as make(config): the user's own
-    function, instead of the cross-entropy. A run records its name and SHA-256."""
-    batches: Make = None
-    """The user's own function of (dataset, seed, step) that makes each batch, instead of random
-    windows. A run records its name and SHA-256."""
+    """What training minimises instead of the cross-entropy: the user's own function of (model,
+    tokens, rngs). A run records its name and SHA-256."""
 
     def __post_init__(self) -> None:
         validate(self)
         require_multiple(self, "batch_size", "micro_batches")
-        if isinstance(self.eval_tokens, int) and self.eval_tokens <= self.model.block_size:
-            raise ValueError(
-                f"`eval_tokens={self.eval_tokens!r}` must be above "
-                f"`block_size={self.model.block_size!r}`"
-            )
-        mesh = self.mesh
-        if mesh is None:
-            mesh = "data=1"
-        sizes = mesh_sizes(mesh)
-        count = self.micro_batches
-        if count == "auto":  # chosen later, among those that the mesh divides
-            count = 1
+        sizes = mesh_sizes(self.mesh or "data=1")
         parts = sizes["data"] * sizes["fsdp"]
-        batch = self.batch_size // count
-        if batch % parts:
+        if self.batch_size % parts:
             raise ValueError(
-                f"`mesh={self.mesh!r}` shards each batch over data x fsdp = {parts} devices: "
-                f"`batch_size={self.batch_size!r}` / `micro_batches={count!r}` is {batch}, "
-                f"which {parts} doesn't divide"
+                f"`mesh={self.mesh!r}` shards each batch over data x fsdp = {parts} devices, which "
+                f"don't divide `batch_size={self.batch_size!r}`: give a multiple of {parts}"
             )
 
 

@@ -3,7 +3,6 @@
 This module knows no config, and imports no jax.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
@@ -160,9 +159,6 @@ class Code(Fields):
     sha256: str | None = None
     fields: tuple[tuple[str, Any], ...] = ()
     """The fields of a custom config class that `ModelConfig` lacks."""
-    modules: tuple[tuple[str, str], ...] = ()
-    """The files in the same folder that the file imports, directly or through others, each with its
-    SHA-256."""
 
     @property
     def named(self) -> str:
@@ -171,79 +167,42 @@ class Code(Fields):
 
     @classmethod
     def of(cls, make: Any) -> "Code":
-        """Make the record of a function or class; a record is returned unchanged."""
+        """Make the record of a callable; a record is returned unchanged."""
         if isinstance(make, Code):
             return make
-        name = getattr(make, "__qualname__", type(make).__qualname__)
-        try:
-            path = Path(inspect.getfile(make))
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except (TypeError, OSError):
+        name = _name_in_its_module(make)
+        path = file_of(make)
+        if path is None:
             return cls(name)
         shown = path
         if path.is_relative_to(Path.cwd()):
             shown = path.relative_to(Path.cwd())
-        modules = []
-        for file, sha256 in imported_beside(path).items():
-            modules.append((file.relative_to(path.parent).as_posix(), sha256))
-        return cls(name, str(shown), digest, modules=tuple(sorted(modules)))
+        return cls(name, str(shown), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def imported_beside(path: Path) -> dict[Path, str]:
-    """Return the files in a Python file's folder that it imports, directly or through others.
+def file_of(make: Any) -> Path | None:
+    """Return the file of a callable; None for code typed into a notebook or an interpreter."""
+    if not (inspect.isfunction(make) or inspect.isclass(make)):
+        make = getattr(make, "func", type(make))  # of a functools.partial, or of a callable object
+    try:
+        path = Path(inspect.getfile(make))
+    except (TypeError, OSError):
+        return None
+    if not path.is_file():
+        return None
+    return path
 
-    Each has its SHA-256. They are found in the source, since a module doesn't list its imports.
-    A file is left out if this process has imported another module of its name, such as a package.
+
+def _name_in_its_module(make: Any) -> str:
+    """Return the name that a callable has in its file, which is what a user types.
+
+    Its own name may be another one: that of a class that a function made, or of an object's class.
     """
-    found: dict[Path, str] = {}
-    unread = [path]
-    while unread:
-        file = unread.pop()
-        try:
-            source = file.read_bytes()
-        except OSError:
-            continue
-        if file != path:
-            found[file] = hashlib.sha256(source).hexdigest()
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # a file that can't be run is imported all the same
-            continue
-        for imported in _imports(tree, file, path.parent):
-            if imported != path and imported not in found:
-                unread.append(imported)
-    return found
-
-
-def _imports(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that a file's import statements name."""
-    for node in ast.walk(tree):
-        base = folder
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            # The imported name may be a module, too.
-            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
-            if node.level:
-                base = file.parents[node.level - 1]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if base == folder and _is_elsewhere(parts[0], folder):
-                continue
-            for count in range(1, len(parts) + 1):
-                place = base.joinpath(*parts[:count])
-                for candidate in (place.with_suffix(".py"), place / "__init__.py"):
-                    if candidate.is_file():
-                        yield candidate
-
-
-def _is_elsewhere(module: str, folder: Path) -> bool:
-    """Return whether a name means another module than the one in the folder, such as a package."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not Path(file).resolve().is_relative_to(folder)
+    module = getattr(make, "__module__", None) or type(make).__module__
+    for name, value in vars(sys.modules.get(module, object())).items():
+        if value is make:
+            return name
+    return getattr(make, "__qualname__", type(make).__qualname__)
 
 
 Config = typing.TypeVar("Config")
@@ -277,9 +236,6 @@ def as_dict(config: Any) -> dict[str, Any]:
         if make is None:
             continue
         record = dataclasses.asdict(Code.of(make))
-        modules = record.pop("modules")
-        if modules:
-            record["modules"] = dict(modules)
         # The fields of a custom config class stand beside those of ours, as the user wrote them.
         values.update(record.pop("fields"))
         values[name] = record
@@ -330,8 +286,4 @@ def _code_from_dict(recorded: dict[str, Any], others: dict[str, Any]) -> Code:
     fields = []
     for name, value in others.items():
         fields.append((name, _as_tuple(value)))
-    modules = recorded.get("modules", {})
-    values = dict(recorded)
-    values["fields"] = tuple(fields)
-    values["modules"] = tuple(modules.items())
-    return Code(**values)
+    return Code(**recorded, fields=tuple(fields))

@@ -228,6 +228,8 @@ class Machine:
     host's."""
     host_memory: int
     """The memory of the machine in bytes."""
+    processes: int = 1
+    """The processes of the run. On CPUs, the devices of each share its host's memory."""
 
 
 def this_machine(platform: Platform | None = None) -> Machine:
@@ -237,6 +239,7 @@ def this_machine(platform: Platform | None = None) -> Machine:
         devices=accelerators(),
         device_memory=memory_limit(),
         host_memory=host_memory(),
+        processes=process_count(),
     )
 
 

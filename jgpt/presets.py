@@ -89,7 +89,7 @@ _gpt2 = TrainConfig(
     dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=50257),
     steps=600_000,
     batch_size=480,
-    micro_batches="auto",
+    micro_batches=40,
     steps_per_call=10,
     eval_interval=2000,
     eval_tokens=1 << 20,
@@ -118,6 +118,7 @@ def _larger_gpt2(
         ),
         steps=_gpt2.steps // times,
         batch_size=batch_size,
+        micro_batches=_gpt2.micro_batches * times,
         eval_interval=_gpt2.eval_interval // times,
     )
 
@@ -143,7 +144,7 @@ _modern_7b = TrainConfig(
     dataset=DataConfig(tokenizer="bpe", bpe_vocab_size=32768),
     steps=250_000,
     batch_size=1024,
-    micro_batches="auto",
+    micro_batches=1024,
     steps_per_call=10,
     eval_interval=1000,
     eval_tokens=1 << 22,

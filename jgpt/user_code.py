@@ -1,5 +1,4 @@
-"""Custom models, optimizers, objectives and batches: loading them from a file, and
-comparing them with those of a run."""
+"""Custom models, optimizers and objectives: loading them from a file, and their errors."""
 
 import dataclasses
 import hashlib
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgpt.fields import Code, Make, imported_beside, values_without_code
+from jgpt.fields import Code, Make, file_of, values_without_code
 from jgpt.words import did_you_mean
 
 
@@ -21,12 +20,11 @@ class CustomCodeError(ValueError):
     """An error in a user's file, with its file, line and message."""
 
 
-_loaded: list[Path] = []  # the files that `load_code` has run
-_beside: dict[Path, str] = {}  # the files in their folders that they imported, with their SHA-256
+_loaded: set[Path] = set()  # the files that `load_code` has run
 
 
 def load_code(named: str) -> Any:
-    """Run the file in FILE.py:NAME and return its function or class NAME.
+    """Run the file in FILE.py:NAME and return its function, class or object NAME.
 
     The file may import others from its folder. Raises CustomCodeError if it raises, ValueError if
     there is no such name, and OSError if it can't be read.
@@ -35,14 +33,10 @@ def load_code(named: str) -> Any:
     if not file.endswith(".py"):
         raise ValueError(f"{named!r} must be a file and a name in it, as in my_gpt.py:GPT")
     path = Path(file).resolve()
-    beside = imported_beside(path)
-    # A changed file is a different module, and so is one that imports a changed file, or one with
-    # the same name in another folder.
-    contents = [str(path), hashlib.sha256(path.read_bytes()).hexdigest(), *sorted(beside.values())]
-    digest = hashlib.sha256(" ".join(contents).encode()).hexdigest()
-    unique = f"{path.stem}_{digest[:12]}"
+    # A changed file is a different module, and so is one with the same name in another folder.
+    content = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    unique = f"{path.stem}_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     if unique not in sys.modules:
-        _forget_changed(path.parent, beside)
         _load(path, unique)
     module = sys.modules[unique]
     found = getattr(module, name, None)
@@ -61,7 +55,7 @@ def _load(path: Path, unique: str) -> None:
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs, since dataclasses look up their module.
     sys.modules[unique] = module
-    _loaded.append(path)
+    _loaded.add(path)
     # At the end of the path and only for this import, so that a file beside it never replaces a
     # package that this process imports later.
     sys.path.append(str(path.parent))
@@ -73,28 +67,16 @@ def _load(path: Path, unique: str) -> None:
         raise CustomCodeError(described or f"{_shown(path)} can't be loaded: {error}") from error
     finally:
         sys.path.remove(str(path.parent))
-        _beside.update(imported_beside(path))
 
 
-def _forget_changed(folder: Path, beside: dict[Path, str]) -> None:
-    """Forget the modules of a folder if one of them has changed, so that they are imported anew.
-
-    All of them, since an unchanged one may have taken something from the changed one.
-    """
-    if all(_beside.get(file, digest) == digest for file, digest in beside.items()):
-        return
-    for name, module in list(sys.modules.items()):
-        file = _file_of(module)
-        if file in _beside and file.is_relative_to(folder):
-            del sys.modules[name]
-
-
-def _file_of(module: Any) -> Path | None:
-    """Return the file of a module, if it has one."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return None
-    return Path(file).resolve()
+def _is_users(file: str | None) -> bool:
+    """Return whether a file is one that `load_code` has run, or stands in the folder of one."""
+    if not file:
+        return False
+    path = Path(file)
+    if "site-packages" in path.parts:
+        return False
+    return any(path.is_relative_to(loaded.parent) for loaded in _loaded)
 
 
 def describe_error(error: BaseException) -> str | None:
@@ -130,19 +112,16 @@ def place_of_error(error: BaseException) -> tuple[Path, int] | None:
     # A generator raises RuntimeError, from another place, in place of StopIteration.
     if isinstance(cause, StopIteration):
         return place_of_error(cause)
-    files = set(_loaded)
-    for path in _loaded:
-        files.update(imported_beside(path))
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in files:
+    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return Path(error.filename), error.lineno or 1
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
-        if path not in files:
+        if not _is_users(frame.f_code.co_filename):
             # The call has returned, so only the checked function has a place in the file.
             if frame.f_globals.get("__name__") != "jgpt.shapes.contract":
                 continue
             code = getattr(frame.f_locals.get("function"), "__code__", None)
-            if code is None or Path(code.co_filename) not in files:
+            if code is None or not _is_users(code.co_filename):
                 continue
             path = Path(code.co_filename)
             number = code.co_firstlineno  # that of the first decorator
@@ -176,8 +155,6 @@ def with_code(
     model: Make | str = None,
     optimizer: Make | str = None,
     objective: Make | str = None,
-    *,
-    batches: Make | str = None,
 ) -> TrainConfig:
     """Put custom code into a config, as objects or as FILE.py:NAME.
 
@@ -206,23 +183,10 @@ def with_code(
         custom_optimizer = make_config(**fields, make=make)
         config = dataclasses.replace(config, optimizer=custom_optimizer)
     if objective is not None and not isinstance(objective, Code):
-        make = _loaded_code(objective)
-        require_call(make, "the objective is made by a function of (config)", config)
-        config = dataclasses.replace(config, objective=make)
-    if batches is not None and not isinstance(batches, Code):
-        make = _loaded_code(batches)
-        _require_batches(make)
-        config = dataclasses.replace(config, batches=make)
+        made = _loaded_code(objective)
+        require_call(made, "the objective must take (model, tokens, rngs)", None, None, None)
+        config = dataclasses.replace(config, objective=made)
     return config
-
-
-def _require_batches(make: Callable[..., Any]) -> None:
-    """Raise ValueError for a function that makes no batches, by its parameters."""
-    rule = "batches is a function of (dataset, seed, step), which may take config, too"
-    options = {}
-    if "config" in inspect.signature(make).parameters:
-        options["config"] = None
-    require_call(make, rule, None, 0, 0, **options)
 
 
 def custom_code(config: TrainConfig) -> dict[str, Any]:
@@ -231,7 +195,6 @@ def custom_code(config: TrainConfig) -> dict[str, Any]:
         "model": config.model.make,
         "optimizer": config.optimizer.make,
         "objective": config.objective,
-        "batches": config.batches,
     }
 
 
@@ -291,30 +254,32 @@ def _takes_nothing(self: Any) -> None:
     """Stand for a class without a constructor, which takes no arguments."""
 
 
+def files_of_code(config: TrainConfig) -> list[Path]:
+    """Return the files of a config's custom code, each once."""
+    files = []
+    for make in custom_code(config).values():
+        file = None
+        if make is not None and not isinstance(make, Code):
+            file = file_of(make)
+        if file is not None and file not in files:
+            files.append(file)
+    return files
+
+
 def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """Return a line for each file of custom code that changed since the run began."""
+    """Return a line for each part of custom code that changed since the run began."""
     lines = []
     saved_code = custom_code(saved)
     for part, make in custom_code(given).items():
         if make is None:
             continue
         new = Code.of(make)
-        changed = f"{part} {new.named} has changed since the run began"
         saved_make = saved_code[part]
-        if saved_make is None:
-            lines.append(f"the {changed}")
-            continue
-        old = Code.of(saved_make)
-        if (old.name, old.sha256) != (new.name, new.sha256):
-            lines.append(f"the {changed}")
-        # not recorded: a file that imported nothing has changed if it now imports some
-        if not old.modules:
-            continue
-        old_modules = dict(old.modules)
-        new_modules = dict(new.modules)
-        for file in sorted(old_modules | new_modules):
-            if old_modules.get(file) != new_modules.get(file):
-                lines.append(f"{file} of the {changed}")
+        old = None
+        if saved_make is not None:
+            old = Code.of(saved_make)
+        if old is None or (old.name, old.sha256) != (new.name, new.sha256):
+            lines.append(f"the {part} {new.named} has changed since the run began")
     return lines
 
 
@@ -328,6 +293,4 @@ def code_facts(config: TrainConfig) -> dict[str, str | None]:
         code = Code.of(make)
         file = Path(code.file or "FILE.py").name  # the folder may differ between machines
         facts[f"{part}_code"] = f"{file}:{code.name} of SHA-256 {code.sha256}"
-        for module, sha256 in code.modules:
-            facts[f"{module} of the {part}"] = f"SHA-256 {sha256}"
     return facts

@@ -81,7 +81,6 @@ LEGEND: dict[str, str] = {
     "tokens": "tokens in a text, a split or a file",
     "held_out": "tokens in the validation split",
     "unseen": "tokens in the test split",
-    "texts": "texts in a mixture",
     "words": "32-bit words of a key of `jax.random.PRNGKey`",
     "shape": "the shape of a parameter; `?*shape` is each leaf's own",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jgpt import durable
-from jgpt.durable import append, new_directory, sync_directory, write_file
+from jgpt.files import append, new_directory, sync_directory, write_file
 
 
 def names(directory):
@@ -109,7 +109,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
 HALF_WRITTEN = """
 import sys
 from pathlib import Path
-from jgpt.durable import new_directory
+from jgpt.files import new_directory
 with new_directory(Path(sys.argv[1])) as partial:
     (partial / "half").touch()
     print(partial, flush=True)

@@ -25,11 +25,9 @@ from jgpt.cli.report import (
 from jgpt.cli.terminal import SECONDS_PER_LINE, say, spinner
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
-from jgpt.fitting.progress import Progress as TrainingProgress
-from jgpt.nn.models import weight_dimensions
+from jgpt.nn.models import Weights, weight_dimensions
 from jgpt.runs.directory import RunDirectory
-from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.state import TrainState
+from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.words import counted
 
 SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
@@ -75,9 +73,6 @@ class ConsoleProgress(TrainingProgress):
         self.steps = None
         self.evaluation = None
         self.out = None
-        self.over = ""
-        self.is_interrupted = False
-        self.step = 0
         self.reader_left = False
         self.most_steps = None
         if console.is_terminal:
@@ -104,21 +99,16 @@ class ConsoleProgress(TrainingProgress):
         self.spinner.update(doing)
         self._say_now_and_then(doing)
 
-    def planned(self, evaluations: EvaluationPlan) -> None:
-        """Keep what is said after a loss."""
-        self.over = evaluations.over
-        self.is_interrupted = evaluations.interrupted
-
-    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+    def started(
+        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+    ) -> None:
         """Print model and data, and start the bar."""
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
         self.out = out
-        step = int(state.step)
-        self.step = step
         self.tokens_per_step = config.batch_size * config.model.block_size
         dimensions = weight_dimensions(config.model)
         lines = describe_run(config, parameters, len(dataset.train), len(dataset.validation))
-        lines += describe_optimizer(config.optimizer, state.weights, dimensions)
+        lines += describe_optimizer(config.optimizer, weights, dimensions)
         lines += describe_objective(config)
         lines.append(self._describe_start(config, step))
         self.say(*lines)
@@ -130,15 +120,12 @@ class ConsoleProgress(TrainingProgress):
         if step == 0:
             return f"{counted(config.steps, 'step')} of {describe_batch(config)} into {self.out}"
         where = f"step {step} of {config.steps}"
-        if self.is_interrupted:
-            return f"resumed at {where}: {self.out}; its evaluation was interrupted and comes first"
         if step == config.steps:
             return f"finished at {where} already: {self.out}; --steps trains it further"
         return f"resumed at {where}: {self.out}"
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; without one, print a line now and then."""
-        self.step = step
         self.details = f"loss {loss:.3f}"
         if tokens_per_second is not None:
             self.details += f"  {tokens_per_second:,.0f} tokens/s"
@@ -167,12 +154,7 @@ class ConsoleProgress(TrainingProgress):
         self.validation = f"  val {validation_loss:.3f}"
         self._end_evaluation()
         self._move_bar(step)
-        loss = f"validation loss {validation_loss:.4f}{self.over}"
-        self.say(f"step {step}: {loss}  {self.details}")
-
-    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
-        """Print a line."""
-        self.say(f"step {step}: validation loss {validation_loss:.4f} over all tokens")
+        self.say(f"step {step}: validation loss {validation_loss:.4f}  {self.details}")
 
     def _end_evaluation(self) -> None:
         if self.evaluation is not None:
@@ -181,18 +163,12 @@ class ConsoleProgress(TrainingProgress):
             if self.steps is not None:
                 self.bar.update(self.steps, visible=True)
 
-    def estimated(self, step: int, validation_loss: float) -> None:
-        """Print a line."""
-        self.say(f"step {step}: validation loss about {validation_loss:.3f}")
-
     def stopping(self) -> None:
         """After the first signal."""
         if self.is_tokenizing:
             self.say("stopping; the same command continues with the tokens of a large text so far")
         elif self.evaluation is not None:
-            self.say(
-                "stopping this evaluation; the state is saved, and resuming evaluates it again"
-            )
+            self.say("stopping this evaluation; the state is saved without a validation loss")
         else:
             self.say(
                 "saving a checkpoint after the current steps; a second signal exits without one"
@@ -206,10 +182,7 @@ class ConsoleProgress(TrainingProgress):
         if self.out is not None:
             saved = max(RunDirectory(self.out).checkpoint_steps(), default=0)
             line = "left without saving: all steps are lost"
-            # A state is saved before it is evaluated, so a signal during an evaluation loses none.
-            if self.evaluation is not None and saved >= self.step:
-                line = f"left; checkpoint {saved} has all steps"
-            elif saved > 0:
+            if saved > 0:
                 line = f"left without saving: the steps after checkpoint {saved} are lost"
             print(line, file=self.console.file, flush=True)
 

@@ -91,11 +91,11 @@ class RunOptions:
     model: Annotated[str | None, OptionSpec("FILE:NAME")] = None
     """A custom model: a class or function in a Python file. The file is executed."""
     initial: Annotated[str | None, OptionSpec("RUN|FOLDER")] = None
-    """Start from the weights and tokenizer of a run or a Hugging Face folder."""
+    """Start from the weights and tokenizer of RUN, RUN@STEP or a Hugging Face folder."""
+    with_optimizer: bool = False
+    """With --initial RUN@STEP, take its moments and its step, too."""
     objective: Annotated[str | None, OptionSpec("FILE:NAME")] = None
-    """A custom objective: a function in a Python file. The file is executed."""
-    batches: Annotated[str | None, OptionSpec("FILE:NAME")] = None
-    """Custom batches: a function in a Python file."""
+    """What to minimise instead of the cross-entropy: a function in a Python file."""
     on: Annotated[str | None, OptionSpec("CHIPS")] = None
     """With --dry-run, compile for chips like v5e:4x4, h100:8."""
     json: bool = False
@@ -373,20 +373,29 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     processes = _replace_given(ProcessOptions(), values)
     # a config's fields of these names hold the loaded code
     codes = {}
-    for part in ("objective", "batches"):
-        codes[part] = values.pop(part, None)
+    codes["objective"] = values.pop("objective", None)
     if ".py:" in values.get("optimizer", ""):
         codes["optimizer"] = values.pop("optimizer")
     if options.initial is not None:
         _require_its_tokenizer(options.initial, values)
     config = with_code(_base_config(values, options), model, **codes)
     # apart from `values`, in which `model` and `optimizer` are the options of those names
+    if options.resume:
+        _lower_floor(config.optimizer, values)
     parts = {part: _replace_given(getattr(config, part), values) for part in GROUPS}
     return {
         "config": _replace_given(config, values | parts),
         "options": options,
         "where": processes,
     }
+
+
+def _lower_floor(optimizer: OptimizerConfig, values: dict[str, Any]) -> None:
+    """Lower min_learning_rate by the factor of a learning rate that is lowered on resuming."""
+    rate = values.get("learning_rate", optimizer.learning_rate)
+    if rate < optimizer.learning_rate and "min_learning_rate" not in values:
+        factor = rate / optimizer.learning_rate
+        values["min_learning_rate"] = optimizer.min_learning_rate * factor
 
 
 def help_of(command: Callable[..., Any], name: str, args: list[str]) -> str:
@@ -531,15 +540,16 @@ def _require_no_checkpoint(path: Path) -> None:
 
 def _config_of_initial(source: str) -> TrainConfig:
     """The config of the run or the folder whose weights another run starts from."""
-    from jgpt.runs.directory import RunDirectory
+    from jgpt.runs.directory import RunDirectory, run_and_step
     from jgpt.runs.load import load_pretrained
 
-    if RunDirectory.is_run(Path(source)):
-        config = RunDirectory.open(source).config()
+    path, _ = run_and_step(source)
+    if RunDirectory.is_run(path):
+        config = RunDirectory.open(path).config()
         # The next run may be trained in another way, and needs only the code of the model.
         optimizer = dataclasses.replace(config.optimizer, make=None)
         return dataclasses.replace(
-            config, name="gpt", out=None, optimizer=optimizer, objective=None, batches=None
+            config, name="gpt", out=None, optimizer=optimizer, objective=None
         )
     return load_pretrained(source).config
 
@@ -553,7 +563,7 @@ def _require_its_tokenizer(initial: str, values: Mapping[str, Any]) -> None:
     if not named:
         return
 
-    from jgpt.fitting.initial import require_named_tokenizer, tokenizer_of
+    from jgpt.runs.initial import require_named_tokenizer, tokenizer_of
 
     require_named_tokenizer(f"`initial={initial!r}`", tokenizer_of(initial), named)
 

@@ -12,7 +12,7 @@ from jgpt.parallel.mesh import abstract_mesh
 from jgpt.parallel.rules import Dimensions
 from jgpt.shapes.contract import typed
 from jgpt.training.ahead import CompiledStep
-from jgpt.training.evaluation import EvaluationPlan
+from jgpt.training.evaluation import describe_targets
 from jgpt.training.optimizer import dimensions_in_block, partition
 from jgpt.training.placement import bytes_on_each, placements, replicated_dimensions
 from jgpt.training.plan import Plan
@@ -108,7 +108,7 @@ def describe_batch(config: TrainConfig) -> str:
     return f"{config.batch_size} x {config.model.block_size} tokens{parts}"
 
 
-def _parts(micro_batches: int | str) -> str:
+def _parts(micro_batches: int) -> str:
     if micro_batches == 1:
         return ""
     return f", in {micro_batches} micro-batches"
@@ -123,8 +123,8 @@ def describe(plan: Plan) -> list[str]:
         *describe_run(config, plan.parameters, plan.training_tokens, plan.validation_tokens),
         f"{counted(config.steps, 'step')} of {describe_batch(config)} into {plan.out}: "
         f"{epochs:.1f} epochs, {plan.flops:.3g} FLOPs",
-        f"an evaluation and a checkpoint every {counted(config.eval_interval, 'step')}",
-        _describe_evaluations(plan.evaluations),
+        f"an evaluation and a checkpoint every {counted(config.eval_interval, 'step')}"
+        f"{describe_targets(plan.evaluation_targets, plan.validation_tokens - 1)}",
     ]
     if config.mesh is not None:
         replicated = replicated_dimensions(config.model, abstract_mesh(config.mesh))
@@ -133,20 +133,6 @@ def describe(plan: Plan) -> list[str]:
         lines.append(f"device memory: {plan.memory}")
         lines += _describe_process_memory(plan)
     return [*lines, "no run was written: leave out --dry-run to train"]
-
-
-def _describe_evaluations(evaluations: EvaluationPlan) -> str:
-    count = f"{evaluations.evaluations:,} evaluations"
-    if evaluations.evaluations == 1:
-        count = "1 evaluation"
-    over = evaluations.over
-    if not over:
-        over = f" over all {evaluations.targets:,} tokens"
-    if evaluations.spread:
-        over += ", spread evenly"
-    if evaluations.exact_last:
-        over += "; after the last step over all, too"
-    return f"{count}{over}: {evaluations.share:.1%} of the run's FLOPs"
 
 
 def _describe_process_memory(plan: Plan) -> list[str]:
@@ -187,7 +173,7 @@ def describe_placements(config: TrainConfig) -> list[str]:
     mesh = abstract_mesh(config.mesh)
     state = abstract_state(config)
     specs = state_specs(config, mesh)
-    parameters = format_bytes(bytes_on_each(state.weights, specs.weights, mesh))
+    parameters = format_bytes(bytes_on_each(state["model"], specs["model"], mesh))
     everything = format_bytes(bytes_on_each(state, specs, mesh))
     lines = []
     for placement in placements(config.model, mesh):

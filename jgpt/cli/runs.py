@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jgpt.cli import terminal
@@ -49,11 +48,15 @@ def _loaded(
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
         from jgpt.parallel.mesh import use_mesh
+        from jgpt.runs.directory import run_and_step
         from jgpt.runs.load import load
 
         status.update("loading the model")
+        path, step = run_and_step(run)
+        if step is not None:
+            which = step
         with use_mesh(mesh):
-            loaded, tokenizer, config = load(run, which=which, model=model)
+            loaded, tokenizer, config = load(path, which=which, model=model)
     # outside of the import, in which Ctrl-C ends the process at once
     with use_mesh(mesh):
         if weights == "int8":
@@ -75,12 +78,13 @@ def run_or_latest(run: str | None) -> str:
 
 def config_of(what: str, model: str | None = None, optimizer: str | None = None) -> TrainConfig:
     """The config of a preset or a run directory."""
-    from jgpt.runs.directory import RunDirectory
+    from jgpt.runs.directory import RunDirectory, run_and_step
 
     if what in PRESETS:
         return with_code(PRESETS[what][1], model, optimizer)
-    if Path(what).exists():
-        return with_code(RunDirectory.open(what).config(), model, optimizer)
+    path, _ = run_and_step(what)
+    if path.exists():
+        return with_code(RunDirectory.open(path).config(), model, optimizer)
     raise ValueError(
         f"{what!r} is neither a preset nor a run directory{did_you_mean(what, PRESETS)}"
     )

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
-from jgpt.data.mixture import Share
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import shard_by_name, shardings, spec_of
 from jgpt.shapes.contract import typed
@@ -40,20 +39,15 @@ def batches(
     batch_size: int,
     block_size: int,
     count: int | None = None,
-    *,
-    shares: tuple[Share, ...] = (),
 ) -> Int[Array, "{steps} {batch_size} {block_size}+1"]:
     """Return the windows of steps `first_step` to `first_step + steps`, a pure function of (seed,
     step).
 
     A window has `block_size` inputs and one more token, the last target. From memory-mapped tokens,
     a process reads only the windows of its own devices. With `count`, it reads only those of the
-    first `count` steps, and the other windows are zeros. With `shares`, the tokens are those of
-    several texts, and each window is from one of them, drawn by their weights.
+    first `count` steps, and the other windows are zeros.
     """
-    starts = batch_starts(
-        seed, first_step, steps, len(tokens), batch_size, block_size, shares=shares
-    )
+    starts = window_starts(seed, first_step, steps, len(tokens), batch_size, block_size)
     if isinstance(tokens, jax.Array):
         return _gather(tokens, starts, block_size)
 
@@ -94,23 +88,6 @@ def batch(
 
 
 @typed
-def batch_starts(
-    seed: int,
-    first_step: int,
-    steps: int,
-    tokens: int,
-    batch_size: int,
-    block_size: int,
-    *,
-    shares: tuple[Share, ...] = (),
-) -> Integer[Array, "{steps} {batch_size}"]:
-    """Return the offsets of the windows of `batches` in the training tokens."""
-    if shares:
-        return mixed_starts(seed, first_step, steps, shares, batch_size, block_size)
-    return window_starts(seed, first_step, steps, tokens, batch_size, block_size)
-
-
-@typed
 def window_starts(
     seed: int, first_step: int, steps: int, tokens: int, batch_size: int, block_size: int
 ) -> Integer[Array, "{steps} {batch_size}"]:
@@ -142,57 +119,6 @@ def _window_starts(
     def starts_of_step(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.randint(key, (batch_size,), 0, positions, jnp.uint32)
-
-    return jax.vmap(starts_of_step)(first_step + jnp.arange(steps))
-
-
-@typed
-def mixed_starts(
-    seed: int,
-    first_step: int,
-    steps: int,
-    shares: tuple[Share, ...],
-    batch_size: int,
-    block_size: int,
-) -> Integer[Array, "{steps} {batch_size}"]:
-    """Return the offsets of random windows in texts that follow each other, drawn by weights.
-
-    No window reaches into the next text.
-    """
-    lengths = np.array([share.tokens for share in shares])
-    weights = np.array([share.weight for share in shares])
-    positions = lengths - block_size
-    firsts = np.cumsum(lengths) - lengths  # where each text begins
-    probabilities = weights / weights.sum()
-    # As uint32, as in `window_starts`.
-    return _mixed_starts(
-        np.uint32(seed),
-        first_step,
-        firsts.astype(np.uint32),
-        positions.astype(np.uint32),
-        probabilities.astype(np.float32),
-        steps,
-        batch_size,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6))
-@typed
-def _mixed_starts(
-    seed: Integer[Array, ""],
-    first_step: Integer[Array, ""],
-    firsts: Integer[Array, " texts"],
-    positions: Integer[Array, " texts"],
-    probabilities: Float[Array, " texts"],
-    steps: int,
-    batch_size: int,
-) -> Integer[Array, "{steps} {batch_size}"]:
-    def starts_of_step(step):
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        text_key, start_key = jax.random.split(key)
-        text = jax.random.choice(text_key, len(probabilities), (batch_size,), p=probabilities)
-        start = jax.random.randint(start_key, (batch_size,), 0, positions[text], jnp.uint32)
-        return firsts[text] + start
 
     return jax.vmap(starts_of_step)(first_step + jnp.arange(steps))
 

@@ -19,7 +19,7 @@ from jgpt.data.characters import (
     bytes_of_letters,
     in_range,
 )
-from jgpt.durable import prefix_errors, require_fetched
+from jgpt.files import prefix_errors, require_fetched
 from jgpt.shapes.contract import typed
 
 END_OF_TEXT = "<|endoftext|>"

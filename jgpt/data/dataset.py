@@ -1,7 +1,5 @@
 """A tokenized text, split into training, validation and test."""
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from jaxtyping import Integer
 from jgpt.config import DataConfig
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer, UnencodableText
 from jgpt.data.encode import Tokenizer, is_same_vocabulary, token_dtype
-from jgpt.data.mixture import Share, weights_of
 from jgpt.data.prepared import (
     cached,
     digest_of,
@@ -43,8 +40,6 @@ class Dataset:
     tokenizer: Tokenizer
     digest: str
     """SHA-256 of all tokens, with which a resumed run finds the same text again."""
-    shares: tuple[Share, ...] = ()
-    """The texts of a mixture, in the order of their training tokens; empty for a single text."""
 
     @classmethod
     def open(
@@ -152,12 +147,8 @@ def load_dataset(
             "the run was trained on a Dataset in Python: give it again with dataset=, or name "
             "other data with `data`"
         )
-    weights = weights_of(config.data)
     try:
-        if weights is not None:
-            dataset = _load_mixture(config, weights, block_size, tokenizer, warn, progress)
-        else:
-            dataset = _open(config, tokenizer, warn, progress)
+        dataset = _open(config, tokenizer, warn, progress)
     except FileNotFoundError as error:
         if digest is None:
             raise
@@ -250,10 +241,7 @@ def _folder_of(
         if not is_prepared(Path(word)):
             continue
         if len(config.data) > 1:
-            raise ValueError(
-                f"tokens such as {word} can't be joined with other data; training mixes them by "
-                f"weights, as in {word}=0.5"
-            )
+            raise ValueError(f"tokens such as {word} can't be joined with other data")
         return Path(word)
     if isinstance(tokenizer, OwnTokenizer):
         raise ValueError(
@@ -271,44 +259,3 @@ def _require_tokenizer(folder: Path, tokenizer: Tokenizer, own: Tokenizer) -> No
         is_same = is_same_vocabulary(tokenizer, own)
     if not is_same:
         raise ValueError(f"{folder} was prepared with another tokenizer: prepare it again")
-
-
-# --- mixtures ------------------------------------------------------------------------------------
-
-
-def _load_mixture(
-    config: DataConfig,
-    weights: dict[str, float],
-    block_size: int,
-    tokenizer: Tokenizer | None,
-    warn: Warn,
-    progress: Callable[[float], None],
-) -> Dataset:
-    """Load texts that are mixed by weights. Each is split, and the splits follow each other."""
-    if tokenizer is None:
-        tokenizer = _common_tokenizer(config, tuple(weights), warn, progress)
-    datasets = []
-    shares = []
-    for source, weight in weights.items():
-        part = _open(replace(config, data=(source,)), tokenizer, warn, progress)
-        _require_a_block(f"the training split of {source}", part.train, block_size)
-        datasets.append(part)
-        shares.append(Share(source, len(part.train), weight))
-    train = np.concatenate([part.train for part in datasets])
-    validation = np.concatenate([part.validation for part in datasets])
-    test = np.concatenate([part.test for part in datasets])
-    # The same tokens with other weights are another training.
-    facts = [digest_of(train, validation, test), [(share.tokens, share.weight) for share in shares]]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return Dataset(train, validation, test, tokenizer, digest, tuple(shares))
-
-
-def _common_tokenizer(
-    config: DataConfig, sources: tuple[str, ...], warn: Warn, progress: Callable[[float], None]
-) -> Tokenizer:
-    """Return the tokenizer of prepared folders, or one of all texts, as if they were one."""
-    own = [open_prepared(Path(word)).tokenizer for word in sources if is_prepared(Path(word))]
-    if own:
-        return max(own, key=lambda tokenizer: tokenizer.vocab_size)
-    folder = cached(replace(config, data=sources), warn=warn, progress=progress)
-    return open_prepared(folder).tokenizer

@@ -15,7 +15,7 @@ from jaxtyping import Integer
 
 from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
 from jgpt.data.characters import ByteTokenizer, CharTokenizer, NumberTokenizer, OwnTokenizer
-from jgpt.durable import prefix_errors, read_file
+from jgpt.files import prefix_errors, read_file
 from jgpt.shapes.contract import typed
 
 Tokenizer = CharTokenizer | ByteTokenizer | NumberTokenizer | OwnTokenizer | BPETokenizer

@@ -32,7 +32,7 @@ from jgpt.data.encode import (
     token_dtype,
 )
 from jgpt.data.sources import LONGEST_WORD, NANOGPT, Warn, find_files, identify, text_chunks
-from jgpt.durable import locked, new_directory, write_file
+from jgpt.files import locked, new_directory, write_file
 from jgpt.shapes.contract import host_record, typed
 
 TOKENS = "tokens.bin"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import platformdirs
 
-from jgpt.durable import write_file
+from jgpt.files import write_file
 from jgpt.words import did_you_mean
 
 SHAKESPEARE_FILE = "tinyshakespeare.txt"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jgpt.durable import prefix_errors, read_json
+from jgpt.files import prefix_errors, read_json
 from jgpt.interop.huggingface import HF_INDEX, HF_WEIGHTS
 from jgpt.interop.text_files import HF_CONFIG, MORE_TEMPLATES, OF_THE_MODEL, OF_THE_TOKENIZER
 from jgpt.words import did_you_mean

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.encode import Tokenizer
-from jgpt.durable import new_directory, prefix_errors, read_json, require_fetched
+from jgpt.files import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jgpt.durable import prefix_errors, require_fetched
+from jgpt.files import prefix_errors, require_fetched
 from jgpt.interop.formats import NANOGPT, read_config
 from jgpt.interop.names import Entry, plain_names, read_tensors
 from jgpt.nn.transformer import GPT

@@ -16,7 +16,7 @@ import tokenizers
 
 from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
 from jgpt.data.encode import Tokenizer, read_tokenizer
-from jgpt.durable import prefix_errors, read_json
+from jgpt.files import prefix_errors, read_json
 
 HF_CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -125,16 +125,23 @@ def _require_language_model(model: nnx.Module, config: ModelConfig) -> None:
         expected = getattr(config, name)
         if value != expected:
             raise ValueError(f"{kind}.{name} is {value}, not the config's {expected}")
-    # A train step returns only weights, so any other state, such as batch statistics, would be
-    # lost.
+
+
+def require_parameters_only(model: Any) -> None:
+    """Raise ValueError for a model with other state, such as batch statistics.
+
+    A train step of `fit` returns only weights, so that it would be lost.
+    """
+    kind = type(model).__name__
     others = set()
     for _, leaf in nnx.to_flat_state(nnx.state(model)):
         if not isinstance(leaf, nnx.Param):
             others.add(type(leaf).__name__)
     if others:
         raise ValueError(
-            f"a {kind} holds {', '.join(sorted(others))}: a model holds nnx.Param alone, and keys "
-            "for dropout come in through the call's rngs"
+            f"a {kind} holds {', '.join(sorted(others))}: `fit` trains nnx.Param alone, keys for "
+            "dropout come in through the call's rngs, and the training that `jgpt new --training` "
+            "writes can keep other state"
         )
 
 

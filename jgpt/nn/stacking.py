@@ -1,12 +1,12 @@
 """Stacked arrays of the blocks, for the train state of a config with `scan_layers`.
 
-With them, the number of arrays in a program doesn't depend on the depth. Checkpoints, and models
-that a user sees, keep separate arrays for each block.
+With them, the number of arrays in a program doesn't depend on the depth. Models that a user sees
+keep separate arrays for each block, and so does a user's own optimizer.
 """
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,12 @@ from jgpt.shapes.contract import typed
 
 STACKED = jax.tree_util.DictKey("stacked")
 """The key of the stacked arrays, in place of the numbers of the blocks."""
+
+
+class UnstackedState(NamedTuple):
+    """The state of an optimizer that sees the blocks apart, which is never stacked."""
+
+    of_blocks: Any
 
 
 def uses_stacked_blocks(config: ModelConfig) -> bool:
@@ -116,12 +122,16 @@ def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
 def _map_blocks(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the blocks of weights, and of similar trees in the optimizer state."""
 
-    def is_weights(node):
-        return isinstance(node, dict) and "blocks" in node
+    def is_unchanged_or_weights(node):
+        return isinstance(node, UnstackedState) or _is_weights(node)
 
     def change(node):
-        if not is_weights(node):
+        if not _is_weights(node):
             return node
         return {**node, "blocks": function(node["blocks"])}
 
-    return jax.tree.map(change, tree, is_leaf=is_weights)
+    return jax.tree.map(change, tree, is_leaf=is_unchanged_or_weights)
+
+
+def _is_weights(node: Any) -> bool:
+    return isinstance(node, dict) and "blocks" in node

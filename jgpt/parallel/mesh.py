@@ -37,6 +37,15 @@ def use_mesh(mesh: str | None) -> contextlib.AbstractContextManager:
     return jax.set_mesh(make_mesh(mesh))
 
 
+def require_mesh(mesh: str | None) -> None:
+    """Raise ValueError if a config names a mesh of several devices and none is set."""
+    if mesh is not None and math.prod(mesh_sizes(mesh).values()) > 1 and current_mesh().empty:
+        raise ValueError(
+            f"`mesh={mesh!r}` is set by `fit` alone: use jax.set_mesh(make_mesh({mesh!r})) of "
+            "jgpt.parallel.mesh, or leave it out"
+        )
+
+
 def abstract_mesh(mesh: str | None) -> AbstractMesh:
     """Make a mesh without devices, to compute shardings; None means one device."""
     sizes = mesh_sizes(mesh or "data=1")  # axes of size 1 shard nothing

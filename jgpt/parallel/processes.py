@@ -133,7 +133,7 @@ def require_same(facts: dict[str, Any]) -> None:
 
 
 class Vote:
-    """Whether any process wants something. All processes vote at the same points.
+    """The largest wish of all processes. All vote at the same points.
 
     Votes are read one call late, so that no process waits for the device.
     """
@@ -141,20 +141,20 @@ class Vote:
     def __init__(self) -> None:
         self._pending: jax.Array | None = None
 
-    def __call__(self, wanted: bool) -> bool:
-        """Vote; return whether any process wanted it at the call before. A single process has no
-        delay."""
+    def __call__(self, wanted: int) -> int:
+        """Vote; return the largest wish at the call before. A single process has no delay."""
         if process_count() == 1:
             return wanted
-        mesh = jax.sharding.get_mesh()
-        one_for_each_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        replicated = NamedSharding(mesh, PartitionSpec())
-        own_devices = devices_of_processes()[process_index()]
-        own_votes = np.full(own_devices, wanted, np.int32)
+        mesh = jax.make_mesh((len(jax.devices()),), ("all",))
+        one_for_each_device = NamedSharding(mesh, PartitionSpec("all"))
+        own_votes = np.full(jax.local_device_count(), wanted, np.int32)
         votes = jax.make_array_from_process_local_data(one_for_each_device, own_votes)
         votes_before = self._pending
         # Dispatched now and read at the next call, when it has long been computed.
-        self._pending = jax.jit(jnp.max, out_shardings=replicated)(votes)
+        self._pending = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(votes)
         if votes_before is None:  # the first call
-            return False
-        return bool(votes_before)
+            return 0
+        agreed = int(votes_before)
+        if agreed:
+            self._pending = None  # wishes from before this answer are done
+        return agreed

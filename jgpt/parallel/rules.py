@@ -147,13 +147,15 @@ def stacked(layers: Sequence[Any], module: Any) -> Any:
     return jax.tree.map(constrain_stack, stacks, weight_specs(module, mesh))
 
 
-def specs_like(tree: Any, weights: Any) -> Any:
-    """Return the specs of the arrays of a tree, from those of the weights.
+def specs_like(tree: Any, *weights: Any) -> Any:
+    """Return the specs of the arrays of a tree, from those of the weights, in one form or several.
 
     An array whose path ends with a parameter's path is sharded like it, as the moments of an
     optimizer are; any other array is replicated.
     """
-    spec_by_path = dict(jax.tree_util.tree_leaves_with_path(weights))
+    spec_by_path = {}
+    for form in weights:
+        spec_by_path.update(jax.tree_util.tree_leaves_with_path(form))
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         # The longest ending first: a moment's path is the optimizer's, then the parameter's.

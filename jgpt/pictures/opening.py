@@ -5,7 +5,6 @@ from pathlib import Path
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import Tokenizer
-from jgpt.data.mixture import weights_of
 from jgpt.data.sources import has_shakespeare
 from jgpt.pictures.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
@@ -32,8 +31,7 @@ def opening_text(
     if known is None:
         return None
     try:
-        sources = weights_of(config.dataset.data) or config.dataset.data
-        if not all(_is_small_and_here(source) for source in sources):
+        if not all(_is_small_and_here(source) for source in config.dataset.data):
             return None
         dataset = load_dataset(
             config.dataset, config.model.block_size, tokenizer=tokenizer, digest=known

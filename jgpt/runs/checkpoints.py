@@ -1,498 +1,368 @@
-"""Checkpoints: saved asynchronously with checksums, and verified when they are loaded."""
+"""Checkpoints: `checkpoints/STEP` is Orbax's, with `checkpoints/STEP.sha256.json` beside it.
+
+A folder with the name of a step is complete: Orbax gives it this name when all files are written.
+"""
 
 import contextlib
-import dataclasses
 import json
-import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from flax import nnx
 
-from jgpt.config import TrainConfig
-from jgpt.durable import (
-    MovedDirectory,
-    make_directory,
-    sync_below,
-    sync_directory,
-)
-from jgpt.fields import as_dict
-from jgpt.hardware import process_count, process_index
-from jgpt.nn.models import (
-    Weights,
-    abstract_model,
-    weights_of,
-)
-from jgpt.parallel.mesh import current_mesh
-from jgpt.parallel.processes import raise_in_all_processes
-from jgpt.parallel.rules import abstract_arrays, shardings, weight_specs, without_trailing_none
-from jgpt.runs.directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from jgpt.runs.manifest import MANIFEST, Manifest, files_below, sha256_of, verify
-from jgpt.runs.provenance import comparable_after
-from jgpt.shapes.contract import typed
-from jgpt.training.state import TrainState, abstract_state, stack_state, state_specs, unstack_state
+from jgpt.files import sha256_of, sync_below, sync_directory, write_file
+from jgpt.hardware import process_index
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
-
 WAITED_FOR = 256 << 20
 """The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
 
 
-def _is_alone(tree: Any) -> bool:
-    """Return whether a tree is one array or empty, which Orbax does not save."""
-    return jax.tree_util.all_leaves([tree]) or not tree
-
-
-def _as_saved(tree: Any) -> Any:
-    """Return a tree as Orbax saves it. An optimizer's state may be a mere count, or nothing."""
-    if _is_alone(tree):
-        return {"state": tree}
-    return tree
-
-
-def _as_given(saved: Any, tree: Any) -> Any:
-    """Return the inverse of `_as_saved`, for a tree of the structure of `tree`."""
-    if _is_alone(tree):
-        return saved["state"]
-    return saved
-
-
 class Checkpoints:
-    """A run's checkpoints, in `checkpoints/STEP`. Use it as a context manager.
+    """Saves the states of a run in a background thread, and deletes old ones."""
 
-    Orbax writes to a temporary directory, which is renamed when the checkpoint and its manifest are
-    on disk. A directory with the name of a step is therefore complete, or was damaged later.
-    """
+    def __init__(self, folder: Path, keep_last: int, keep_best: int, keep_every: int | None):
+        self._folder = folder.resolve()  # Orbax accepts only absolute paths
+        self._kept = keep_last, keep_best, keep_every
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.seconds = 0.0
+        """The seconds that the last save took."""
 
-    def __init__(
-        self, run: RunDirectory, config: TrainConfig | None = None, *, read_only: bool = False
-    ) -> None:
-        """Open the checkpoints of `run`; `config` is the saved one by default.
+    def save(self, step: int, state: dict[str, Any], validation_loss: float | None) -> None:
+        """Begin to save a state; a large one on a CPU is waited for. All processes save.
 
-        To resume, a run is read with the new config.
+        Raises OSError if this or the last save failed.
         """
-        self._path = (run.path / CHECKPOINTS).resolve()  # Orbax accepts only absolute paths
-        if config is None:
-            config = run.config()
-        self._config = config
-        self.run = run
-        self._orbax: Any = None
-        # One thread, so that a save, the loss that is added to it and the next save keep their
-        # order.
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # Drops the log messages of Orbax alone, since its failures raise errors as well.
-        self._quiet = lambda record: "orbax" not in Path(record.pathname).parts
-        self._saving: Future[None] | None = None
-        self._save_began: float | None = None
-        self._save_ended: float | None = None
-        self._writes = not read_only and process_index() == 0
-        if self._writes:
-            make_directory(self._path)
-            run.delete_checkpoints(())  # the remains of a killed process
+        from orbax.checkpoint import v1 as ocp
 
-    def __enter__(self) -> Self:
-        logging.getLogger("absl").addFilter(self._quiet)
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            # After an error, other processes may not come here, or may have ended.
-            has_failed = kind is not None
-            if not has_failed or process_count() == 1:
-                self.wait()
-        finally:
-            self._background.shutdown()
-            if self._orbax is not None:
-                # This repeats the error of a save, without naming the save as `wait` does.
-                with contextlib.suppress(Exception):
-                    self._orbax.close()
-            if self._writes and self.run.is_in_place():
-                self.run.delete_checkpoints(())  # the remains of a failed save
-            logging.getLogger("absl").removeFilter(self._quiet)
-
-    def steps(self) -> list[int]:
-        """Return the steps of the checkpoints, oldest first."""
-        return self.run.checkpoint_steps()
-
-    def save(
-        self,
-        state: TrainState,
-        validation_loss: float | None,
-        *,
-        unevaluated: dict[str, Any] | None = None,
-    ) -> None:
-        """Save a state, a small one asynchronously. Raises OSError if this or the last save failed.
-
-        A step that already has a checkpoint is not saved again. With `unevaluated`, the step's line
-        of metrics, the state is evaluated next, and `evaluated` or `discard` must follow.
-        """
         self.wait()
-        step = int(state.step)
-        if step in self.steps():
-            return
-        with raise_in_all_processes():
-            self.run.require_in_place()  # or the checkpoint would go into another run
-        self._save_began = time.monotonic()
-        self._save_ended = None
-        # Each block's arrays apart, so that runs with and without a scan load the same checkpoints.
-        state = unstack_state(state)
-        # Under another name until it is complete, so that a killed process leaves no checkpoint.
-        partial = self._path / f"saving-{step}"
-        self._begin_writing(partial, step, state)
-        self._saving = self._background.submit(
-            self._finish, partial, step, validation_loss, unevaluated
-        )
-        if _is_large_on_cpu(state):
+        began = time.monotonic()
+        # Orbax refuses a part without arrays, such as the state of plain SGD.
+        parts = {name: _as_saved(tree) for name, tree in state.items() if jax.tree.leaves(tree)}
+        facts: dict[str, Any] = {"validation_loss": validation_loss, "parts": sorted(state)}
+        try:
+            with _orbax_context():
+                response = ocp.save_checkpointables_async(
+                    str(self._folder / str(step)), parts, custom_metadata=facts
+                )
+        except Exception as error:  # Orbax raises many kinds
+            raise self._failed(step, error) from error
+        self._pending = self._thread.submit(self._finish, step, response, began)
+        if _bytes_on_cpu(state) >= WAITED_FOR:
             self.wait()
 
-    def _begin_writing(self, directory: Path, step: int, state: TrainState) -> None:
-        """Have Orbax write a state's arrays; it returns before the files are written."""
-        ocp = self._open_orbax()
-        # Two parts, so that sampling reads only the weights, a third of AdamW's state.
-        parts = ocp.args.Composite(
-            weights=ocp.args.StandardSave(state.weights),
-            optimizer=ocp.args.StandardSave(_as_saved(state.optimizer)),
-        )
-        with self._naming_failure(step):
-            self._orbax.save(directory, args=parts)
-
-    def evaluated(self, step: int, validation_loss: float) -> None:
-        """Add the loss to a step's checkpoint and delete old checkpoints, asynchronously."""
-        saving = self._saving
-        self._saving = self._background.submit(self._add_loss, saving, step, validation_loss)
-
-    def discard(self, step: int) -> None:
-        """Delete the checkpoint of a state whose loss is not finite."""
-        self.wait()
-        with raise_in_all_processes():
-            if self._writes and step in self.steps():
-                self.run.delete_checkpoints([step])
-
-    def unevaluated(self, step: int) -> dict[str, Any] | None:
-        """Return the metrics of a step whose evaluation has not ended, or None if it has."""
-        if step not in self.steps():
-            return None
-        return self._read(Manifest.read, step).unevaluated
-
-    def seconds(self) -> float:
-        """Return the seconds that the last save took, or takes so far; 0 before the first save."""
-        if self._save_began is None:
-            return 0.0
-        ended = self._save_ended
-        if ended is None:  # the background thread is still writing
-            ended = time.monotonic()
-        return ended - self._save_began
+    def _finish(self, step: int, response: Any, began: float) -> None:
+        """Wait for Orbax, write the sums, and only then delete old checkpoints."""
+        try:
+            response.result()
+            if process_index() == 0:
+                folder = self._folder / str(step)
+                sync_below(folder)
+                sums = {}
+                for path in sorted(folder.rglob("*")):
+                    if path.is_file():
+                        sums[path.relative_to(folder).as_posix()] = sha256_of(path)
+                write_file(_sums_of(folder), json.dumps(sums, indent=1))
+                self._delete_old()
+        except Exception as error:
+            if process_index() == 0:
+                with contextlib.suppress(OSError):
+                    clean(self._folder)  # a full disk has this space again
+            raise self._failed(step, error) from error
+        finally:
+            self.seconds = time.monotonic() - began
 
     def wait(self) -> None:
         """Wait for a pending save. Raises OSError if it failed."""
-        if self._saving is not None:
-            saving = self._saving
-            self._saving = None
-            with raise_in_all_processes():
-                saving.result()
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
+            pending.result()
 
-    def have_failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the last save has failed already; `wait` raises its error."""
-        saving = self._saving
-        return saving is not None and saving.done() and saving.exception() is not None
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
-    def step(self, which: Which) -> int:
-        """Return the step of the best checkpoint, the last one, or the one of a step.
-
-        Raises FileNotFoundError if there are no checkpoints, and ValueError for a step without one,
-        for another word, or if damage hides which one is best.
-        """
-        if which not in ("best", "last") and type(which) is not int:
-            raise ValueError(f"`which={which!r}` must be best, last or a step")
-        steps = self.steps()
-        if not steps:
-            raise FileNotFoundError(f"{self._path} has no checkpoint: the run never saved one")
-        if isinstance(which, int):
-            if which not in steps:
-                known = ", ".join(str(step) for step in steps)
-                raise ValueError(f"{self._path} has no checkpoint {which}: it has {known}")
-            return which
-        if which == "best":
-            by_loss = self._by_loss()
-            if by_loss:
-                return by_loss[0]
-        return steps[-1]  # also the best one while none is evaluated
-
-    def best(self) -> Manifest:
-        """Return the manifest of the best checkpoint."""
-        return Manifest.read(self._folder(self.step("best")))
-
-    def restore(self, config: TrainConfig, which: Which = "last") -> TrainState:
-        """Restore a verified state. Raises ValueError if it is damaged or of another model."""
-        step, arrays = self._restore(config, which, _expected_state)
-        # Committed to devices like the other arrays; otherwise the steps would be compiled twice.
-        arrays["step"] = jax.device_put(np.int32(step), shardings(PartitionSpec()))
-        return stack_state(config, TrainState(**arrays))
-
-    @typed
-    def restore_weights(self, config: TrainConfig, which: Which) -> Weights:
-        """Restore only the verified weights. Raises ValueError if they are damaged."""
-        _, arrays = self._restore(config, which, _expected_weights)
-        return arrays["weights"]
-
-    def _restore(
-        self, config: TrainConfig, which: Which, expected: Callable[[TrainConfig], dict[str, Any]]
-    ) -> tuple[int, dict[str, Any]]:
-        """Verify a checkpoint and read the parts whose arrays `expected` describes.
-
-        If training deletes it meanwhile, the next one is read. A checkpoint has separate arrays for
-        each block, even where the steps scan over stacked blocks.
-        """
-        model = dataclasses.replace(config.model, scan_layers=False)
-        unstacked = dataclasses.replace(config, model=model)
-        while True:
-            steps_before = self.steps()
-            try:
-                step = self.step(which)
-                self._verify(step)  # before a state is made, which may be huge
-                return step, self._read_arrays(step, expected(unstacked))
-            except (ValueError, OSError):
-                # If all checkpoints are still there, this is damage.
-                if set(steps_before) <= set(self.steps()):
-                    raise
-
-    def _by_loss(self) -> list[int]:
-        """Return the evaluated steps, lowest validation loss first.
-
-        Losses over other targets than the last ones can't be compared with them. Their steps count
-        only if there are no others.
-        """
-        first_comparable = comparable_after(self.run.provenance()) + 1
-        evaluated = []
-        comparable = []
-        for step in self.steps():
-            loss = self._read(Manifest.read, step).validation_loss
-            if loss is None:
-                continue
-            evaluated.append((loss, step))
-            if step >= first_comparable:
-                comparable.append((loss, step))
-        # Among equal losses, the earlier step comes first.
-        return [step for _, step in sorted(comparable or evaluated)]
-
-    def _verify(self, step: int) -> None:
-        """Raise ValueError for a checkpoint that is damaged, or not of this model and tokenizer."""
-        with raise_in_all_processes():
-            read = Manifest.read
-            # one process reads every byte, and all others raise its error, too
-            if process_index() == 0:
-                read = verify
-            manifest = self._read(read, step)
-        differences = []
-        if manifest.tokenizer != sha256_of(self.run.path / TOKENIZER):
-            differences.append("another tokenizer than the run's")
-        # Tuples become lists, as in the manifest.
-        fields = json.loads(json.dumps(as_dict(self._config.model)))
-        for name, saved in manifest.model.items():
-            # Code is recorded by its name and digest, which `changed_code` compares.
-            if name != "make" and fields.get(name) != saved:
-                differences.append(f"`{name}={saved!r}` and not {fields.get(name)!r}")
-        if differences:
-            raise ValueError(
-                f"checkpoint {self._folder(step)} was saved with {', '.join(differences)}: it "
-                "belongs to another run"
-            )
-
-    def _read(self, read: Callable[[Path], Manifest], step: int) -> Manifest:
-        """Read or verify a checkpoint; if it is damaged, the error names another one that is
-        intact."""
+    def close(self) -> None:
+        """Wait for a pending save, and end the thread."""
         try:
-            return read(self._folder(step))
-        except ValueError as error:
-            advice = "the run has no other intact checkpoint"
-            intact = self._newest_intact(except_step=step)
-            if intact is not None:
-                advice = f"checkpoint {intact} is intact: delete {self._folder(step)} to use it"
-            raise ValueError(f"{error}; {advice}") from None
-
-    def _newest_intact(self, *, except_step: int) -> int | None:
-        """Return the newest step, except `except_step`, whose checkpoint is intact, or None."""
-        for step in reversed(self.steps()):
-            if step == except_step:
-                continue
-            with contextlib.suppress(ValueError):
-                verify(self._folder(step))
-                return step
-        return None
-
-    def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-        directory = self._folder(step)
-        ocp = self._open_orbax()
-        parts = {}
-        for part, arrays in wanted.items():
-            parts[part] = ocp.args.StandardRestore(_as_saved(arrays))
-        try:
-            restored = self._orbax.restore(directory, args=ocp.args.Composite(**parts))
-            return {part: _as_given(restored[part], wanted[part]) for part in wanted}
-        except Exception as error:  # Orbax raises many kinds
-            raise ValueError(
-                f"checkpoint {directory} can't be read: it is damaged, or of a model other than "
-                f"the config's ({_reason(error)})"
-            ) from error
-
-    def _open_orbax(self) -> Any:
-        """Import Orbax and make a checkpointer on first use, since they take 30 MiB."""
-        import orbax.checkpoint as ocp
-
-        if self._orbax is None:
-            # Plain Zarr: one directory for each array, which can be inspected and checksummed.
-            handler = ocp.CompositeCheckpointHandler(
-                weights=ocp.StandardCheckpointHandler(use_ocdbt=False),
-                optimizer=ocp.StandardCheckpointHandler(use_ocdbt=False),
-            )
-            self._orbax = ocp.AsyncCheckpointer(handler)
-        return ocp
-
-    def _finish(
-        self,
-        partial: Path,
-        step: int,
-        validation_loss: float | None,
-        unevaluated: dict[str, Any] | None,
-    ) -> None:
-        """Finish a save in the background: wait for Orbax, write the manifest, rename, delete old
-        ones."""
-        try:
-            with self._naming_failure(step):
-                self._orbax.wait_until_finished()  # in all processes
-                if process_index() != 0:
-                    return
-                # This order ensures that a directory with the name of a step is complete: all files
-                # are on disk, then the manifest that lists them, and last the name.
-                sync_below(partial)  # Orbax syncs arrays, but not its metadata
-                files = {}
-                for name, path in files_below(partial):
-                    files[name] = sha256_of(path)
-                manifest = Manifest(
-                    step=step,
-                    validation_loss=validation_loss,
-                    model=as_dict(self._config.model),
-                    tokenizer=sha256_of(self.run.path / TOKENIZER),
-                    files=files,
-                    unevaluated=unevaluated,
-                )
-                manifest.write(partial)
-                self.run.require_in_place()
-                os.replace(partial, self._folder(step))
-                sync_directory(self._path)
-        except Exception:
-            if process_index() == 0:
-                self.run.delete_checkpoints(())
-            raise
+            self.wait()
         finally:
-            self._save_ended = time.monotonic()
-        # An unevaluated state deletes nothing yet: if its loss is not finite, the last good
-        # checkpoint is still needed.
-        if unevaluated is None:
-            self._delete_old()
-
-    def _add_loss(self, saving: Future[None] | None, step: int, validation_loss: float) -> None:
-        """Replace the manifest by one with the loss, in the background after the save."""
-        if saving is not None:
-            saving.result()
-        if not self._writes:
-            return
-        with self._naming_failure(step):
-            self.run.require_in_place()
-            folder = self._folder(step)
-            manifest = dataclasses.replace(
-                Manifest.read(folder), validation_loss=validation_loss, unevaluated=None
-            )
-            # Outside of the checkpoint's folder, where a crash would leave an extra file.
-            beside = self._path / f"saving-{step}-manifest"
-            make_directory(beside)
-            manifest.write(beside)
-            self.run.require_in_place()
-            os.replace(beside / MANIFEST, folder / MANIFEST)
-            beside.rmdir()
-            sync_directory(folder)
-        self._delete_old()
-
-    @contextlib.contextmanager
-    def _naming_failure(self, step: int) -> Iterator[None]:
-        """Raise OSError naming the last good checkpoint if a step's can't be written."""
-        try:
-            yield
-        except MovedDirectory:
-            raise
-        except Exception as error:  # Orbax raises many kinds
-            last = "there is no other yet"
-            steps = self.steps()
-            if steps:
-                last = f"the last good checkpoint is step {steps[-1]}"
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {self._path} "
-                f"({_reason(error)}); {last}: free some space and use `resume=True`"
-            ) from error
+            self._thread.shutdown()
 
     def _delete_old(self) -> None:
         """Delete all checkpoints but the best, the last and every Nth."""
-        steps = self.steps()
-        config = self._config
-        try:
-            by_loss = self._by_loss()
-        except ValueError:
-            return  # keep all if one is damaged
-        kept = set(by_loss[: config.keep_best])
-        kept.update(steps[-config.keep_last :])
-        if config.keep_every is not None:
-            for step in steps:
-                if step % config.keep_every == 0:
-                    kept.add(step)
-        self.run.delete_checkpoints(step for step in steps if step not in kept)
+        last, best, every = self._kept
+        steps = steps_in(self._folder)
+        kept = set(steps[-last:]) | set(by_loss(self._folder)[:best])
+        for step in steps:
+            if step not in kept and (every is None or step % every):
+                # Renamed first, so that a folder with the name of a step is never partial.
+                folder = self._folder / str(step)
+                folder.rename(self._folder / f"deleted-{step}")
+        sync_directory(self._folder)
+        clean(self._folder)
 
-    def _folder(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint."""
-        return self._path / str(step)
-
-
-def _expected_state(config: TrainConfig) -> dict[str, Any]:
-    """Return the shapes, dtypes and shardings of both parts of a checkpoint."""
-    state = abstract_arrays(abstract_state(config), state_specs(config))
-    return {"weights": state.weights, "optimizer": state.optimizer}
+    def _failed(self, step: int, error: BaseException) -> OSError:
+        last = "there is no other yet"
+        if steps := steps_in(self._folder):
+            last = f"the last good checkpoint is step {steps[-1]}"
+        return OSError(
+            f"the checkpoint of step {step} could not be written to {self._folder} "
+            f"({_reason(error)}); {last}: free some space and use `resume=True`"
+        )
 
 
-def _expected_weights(config: TrainConfig) -> dict[str, Any]:
-    """Return those of the weights alone, without tracing an optimizer, which may be custom code."""
-    model = abstract_model(config.model)
-    specs = jax.tree.map(without_trailing_none, weight_specs(model, current_mesh()))
-    return {"weights": abstract_arrays(weights_of(model), specs)}
+def clean(folder: Path) -> None:
+    """Remove what a kill, a failed save or a deletion left."""
+    for pattern in ("deleted-*", "*.orbax-checkpoint-tmp*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("*.sha256.json*"):
+        step = path.name.partition(".")[0]
+        if path.name.endswith(".partial") or not (folder / step).exists():
+            path.unlink(missing_ok=True)
 
 
-def _is_large_on_cpu(state: TrainState) -> bool:
-    """Return whether training must wait until a state is written, to save the memory of a second
-    one.
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
-    On a CPU Orbax writes from the state's own memory, so that the next step can't reuse it and
-    makes another state: a Llama of 125M took 5.5 GiB instead of 4. On other platforms Orbax writes
-    from a copy in the host's memory.
+
+def loss_of(folder: Path, step: int) -> float | None:
+    """Return the validation loss of a checkpoint, or None for a state that wasn't evaluated."""
+    return _facts_of(folder / str(step))["validation_loss"]
+
+
+def by_loss(folder: Path) -> list[int]:
+    """Return the evaluated steps, lowest validation loss first; among equal ones, the earlier."""
+    evaluated = []
+    for step in steps_in(folder):
+        with contextlib.suppress(ValueError):  # a damaged one is kept as the last ones are
+            loss = loss_of(folder, step)
+            if loss is not None:
+                evaluated.append((loss, step))
+    return [step for _, step in sorted(evaluated)]
+
+
+def choose(folder: Path, which: Which) -> int:
+    """Return the step of the best checkpoint, the last one, or the one of a step.
+
+    The best one is the last while none is evaluated. Raises FileNotFoundError if there are no
+    checkpoints, and ValueError for a step without one or for another word.
     """
-    leaves = jax.tree.leaves(state)
-    platforms = {device.platform for device in leaves[0].devices()}
-    if platforms != {"cpu"}:
-        return False
-    return sum(leaf.nbytes for leaf in leaves) >= WAITED_FOR
+    if which not in ("best", "last") and type(which) is not int:
+        raise ValueError(f"`which={which!r}` must be best, last or a step")
+    steps = steps_in(folder)
+    if not steps:
+        raise FileNotFoundError(f"{folder} has no checkpoint: the run never saved one")
+    if isinstance(which, int):
+        if which not in steps:
+            known = ", ".join(map(str, steps))
+            raise ValueError(f"{folder} has no checkpoint {which}: it has {known}")
+        return which
+    evaluated = by_loss(folder)
+    if which == "best" and evaluated:
+        return evaluated[0]
+    return steps[-1]
 
 
-def _reason(error: Exception) -> str:
-    """Shorten an error's message; TensorStore's are pages long and cite its source."""
+def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Verify a checkpoint and read its parts that `like` has; return its step, too.
+
+    `like` has the shapes, dtypes and shardings of the arrays; without shardings they come onto the
+    default device. If a training deletes the checkpoint meanwhile, the next one is read. Raises
+    ValueError if it is damaged or of another model.
+    """
+    while True:
+        steps_before = steps_in(folder)
+        step = choose(folder, which)
+        try:
+            return step, _load(folder / str(step), like)
+        except (ValueError, OSError) as error:
+            if not set(steps_before) <= set(steps_in(folder)):
+                continue
+            others = [other for other in steps_before if other != step]
+            advice = "the run has no other checkpoint"
+            if others:
+                advice = f"delete {folder / str(step)} to use checkpoint {others[-1]}"
+            raise ValueError(f"{error}; {advice}") from error
+
+
+def parts_of(folder: Path, step: int) -> list[str]:
+    """Return the names of the parts of a checkpoint's state."""
+    return _facts_of(folder / str(step))["parts"]
+
+
+def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
+    from orbax.checkpoint import v1 as ocp
+
+    path = path.resolve()
+    if process_index() == 0:
+        _verify(path)
+    saved = _facts_of(path)["parts"]
+    missing = [name for name in like if name not in saved]
+    if missing:
+        raise ValueError(f"checkpoint {path} has no {missing[0]}: it has {', '.join(saved)}")
+    wanted = {}
+    for name, tree in like.items():
+        if jax.tree.leaves(tree):
+            wanted[name] = _on_default_device(_as_saved(tree))
+    try:
+        metadata = ocp.checkpointables_metadata(str(path)).metadata
+        for name, tree in wanted.items():
+            _require_dtypes(name, metadata[name], tree)
+        with _orbax_context():
+            loaded = ocp.load_checkpointables(str(path), wanted)
+    except Exception as error:  # Orbax raises many kinds
+        raise ValueError(
+            f"checkpoint {path} can't be read: it is damaged, or of another model "
+            f"({_reason(error)})"
+        ) from error
+    state = {}
+    for name, tree in like.items():
+        state[name] = tree
+        if name in wanted:
+            state[name] = _as_given(loaded[name], tree)
+    return state
+
+
+def _verify(path: Path) -> None:
+    """Raise ValueError naming the first file that is missing or damaged."""
+    sums = _sums_of(path)
+    if not sums.is_file():
+        return  # killed right after Orbax had named the complete folder
+    for name, digest in json.loads(sums.read_text()).items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
+        if sha256_of(file) != digest:
+            raise ValueError(f"{file} is damaged: its SHA-256 does not match")
+
+
+def _sums_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.sha256.json")
+
+
+def _facts_of(folder: Path) -> dict[str, Any]:
+    """Return what is written beside a checkpoint's arrays: its loss, and the names of its parts."""
+    path = folder / "_CHECKPOINT_METADATA"  # read without Orbax, whose import takes a second
+    try:
+        return json.loads(path.read_text())["custom_metadata"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is missing or damaged") from error
+
+
+@contextlib.contextmanager
+def _orbax_context() -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = False  # plain Zarr: a folder for each array
+    # Otherwise a save that fails at once leaves threads that wait for a folder for minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
+        yield
+
+
+def _require_dtypes(name: str, saved: Any, tree: Any) -> None:
+    """Raise ValueError for arrays of another dtype, which Orbax would cast without a word."""
+    theirs = _dtypes_by_path(saved)
+    for path, dtype in _dtypes_by_path(tree).items():
+        if theirs.get(path, dtype) != dtype:
+            raise ValueError(f"{name}{path} is {theirs[path]}, not {dtype}")
+
+
+def _dtypes_by_path(tree: Any) -> dict[str, str]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            continue
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            dtype = np.dtype("uint32")  # a typed key is saved as its numbers
+        words = [re.findall(r"\w+", str(part)) for part in path]
+        found["".join(f".{word[-1]}" for word in words if word)] = str(dtype)
+    return found
+
+
+def _as_saved(tree: Any) -> Any:
+    """Return a tree as Orbax saves it: dicts for `nnx.State`s, and for a mere array."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, nnx.State):
+            return nnx.to_pure_dict(node)
+        return node
+
+    if jax.tree_util.all_leaves([tree]):
+        return {"value": tree}
+    return jax.tree.map(plain, tree, is_leaf=_is_nnx_state)
+
+
+def _as_given(loaded: Any, like: Any) -> Any:
+    """Return loaded arrays in the structure of `like`."""
+    if jax.tree_util.all_leaves([like]):
+        return loaded["value"]
+    # Orbax returns dicts and lists in place of tuples, but all leaves in their order.
+    saved = jax.tree.unflatten(jax.tree.structure(_as_saved(like)), jax.tree.leaves(loaded))
+
+    def given(node: Any, of_node: Any) -> Any:
+        if not _is_nnx_state(node):
+            return of_node
+        state = jax.tree.map(lambda leaf: leaf, node)  # a copy
+        nnx.replace_by_pure_dict(state, of_node)
+        return state
+
+    return jax.tree.map(given, like, saved, is_leaf=_is_nnx_state)
+
+
+def _is_nnx_state(node: Any) -> bool:
+    return isinstance(node, nnx.State)
+
+
+def _on_default_device(tree: Any) -> Any:
+    """Return abstract arrays that all have a sharding, without which nothing is restored."""
+    default = jax.device_put(0).sharding
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None) or default
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, tree)
+
+
+def _bytes_on_cpu(state: Any) -> int:
+    """Return the bytes of a state that are in the memory of a CPU.
+
+    There Orbax writes from the state's own memory, so that the next step can't reuse it and makes
+    another state: a Llama of 125M took 5.5 GiB instead of 4.
+    """
+    total = 0
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and {d.platform for d in leaf.devices()} == {"cpu"}:
+            total += leaf.size * leaf.dtype.itemsize
+    return total
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause in a line; TensorStore's messages are pages long."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
-    lines = str(error).splitlines()
-    if not lines:
-        lines = [repr(error)]
+    lines = str(error).splitlines() or [repr(error)]
     return lines[0][:200]

@@ -1,29 +1,18 @@
-"""The run directory: its files, written atomically by one process at a time."""
+"""The run directory, as it is read: its files, and which folder is one."""
 
 import contextlib
 import functools
 import json
-import math
-import os
-import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from jgpt.config import TrainConfig
 from jgpt.data.encode import Tokenizer, tokenizer_from_json
-from jgpt.durable import (
-    Lock,
-    append,
-    locked,
-    make_directory,
-    sync_directory,
-    write_file,
-)
-from jgpt.fields import from_json, to_json
-from jgpt.interop.text_files import TextFiles, delete_text_files, write_text_files
-from jgpt.runs.manifest import parse_file
+from jgpt.fields import from_json
+from jgpt.files import parse_file
+from jgpt.runs.checkpoints import steps_in
 
 RUNS = Path("runs")
 """Where runs are written by default, in the current folder."""
@@ -35,19 +24,13 @@ LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples.txt"
 LOSS_PICTURE = "loss.png"
+CODE = "code"
+"""The folder with copies of the user's files."""
 IMPORTED = "imported"
 """The folder with the files about text of an imported model."""
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 WANDB_ID = "wandb.id"
-# A new run that replaces an old one starts these files afresh; `create` replaces config and
-# tokenizer.
-_REPLACED = (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, WANDB_ID)
-_BY_TRACKERS = ("tensorboard/events.out.tfevents.*",)
-_BY_WANDB = ("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log")
-
-Mode = Literal["new", "resume", "overwrite"]
-"""What a start does with an existing run in its directory."""
 
 
 @dataclass(frozen=True)
@@ -55,106 +38,6 @@ class RunDirectory:
     """The files of one run."""
 
     path: Path
-    lock: Lock | None = field(default=None, compare=False, repr=False)
-    """The lock that this process holds; each write checks that the directory is still in place."""
-
-    def require_in_place(self) -> None:
-        """Raise MovedDirectory if the locked directory no longer has its name."""
-        if self.lock is not None:
-            self.lock.require_in_place()
-
-    def is_in_place(self) -> bool:
-        """Return whether the locked directory still has its name."""
-        return self.lock is None or self.lock.is_in_place()
-
-    @classmethod
-    def create(
-        cls,
-        path: Path,
-        config: TrainConfig,
-        tokenizer: Tokenizer,
-        text_files: TextFiles | None = None,
-    ) -> Self:
-        """Create a run; its config is written last, since the config makes the directory a run.
-
-        `text_files` are the files about text of an imported model.
-        """
-        make_directory(path)
-        write_file(path / TOKENIZER, tokenizer.to_json())
-        if text_files:
-            make_directory(path / IMPORTED)
-            write_text_files(text_files, path / IMPORTED)
-        run = cls(path)
-        run.write_config(config)
-        return run
-
-    def begin(
-        self,
-        config: TrainConfig,
-        tokenizer: Tokenizer,
-        mode: Mode,
-        *,
-        earlier: Iterable[Path] | None = None,
-    ) -> None:
-        """Write a new run, which may replace one to overwrite, or the config of one to resume.
-
-        `earlier` are the trackers' files of the run to overwrite, since those of the new run are
-        open.
-        """
-        exists = self.exists(self.path)
-        if mode == "resume" and exists:
-            self.write_config(config)
-            return
-        # The name was chosen as unused before the lock was taken; another process may have been
-        # faster.
-        if mode == "new" and exists and self.has_trained():
-            raise FileExistsError(
-                f"{self.path} was created by another process: choose another directory"
-            )
-        if earlier is None:
-            earlier = self.tracker_files()
-        self.clear(earlier)
-        self.create(self.path, config, tokenizer)
-
-    def has_trained(self) -> bool:
-        """Return whether the run has a checkpoint or a step, so that only `overwrite` replaces it.
-
-        A run whose model failed in compilation or at its first step has neither.
-        """
-        if self.checkpoint_steps():
-            return True
-        # The line of step 0 is that of the evaluation before training.
-        return any(line["step"] > 0 for line, _ in self._lines(METRICS))
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[Lock]:
-        """Hold the lock while a run is checked, begun and trained.
-
-        After an error, a directory that has not become a run is removed.
-        """
-        lock = self.path / LOCK
-        had_lock = lock.exists()
-        folders = (self.path, *self.path.parents)
-        # The innermost folder comes first, so that they can be removed in this order.
-        missing = [folder for folder in folders if not folder.exists()]
-        with self.locked() as taken_lock:
-            try:
-                yield taken_lock
-            except BaseException:
-                # If the directory was replaced, the name can be that of another process's lock.
-                if not had_lock and taken_lock.is_in_place():
-                    lock.unlink()
-                raise
-            finally:
-                if not self.exists(self.path):
-                    for folder in missing:
-                        with contextlib.suppress(OSError):  # another process has filled it
-                            folder.rmdir()
-
-    def write_config(self, config: TrainConfig) -> None:
-        """Write the config, which may change when a run is resumed."""
-        self.require_in_place()
-        write_file(self.path / CONFIG, to_json(config))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -212,22 +95,21 @@ class RunDirectory:
                 times.append(path.stat().st_mtime_ns)
         return max(times)
 
-    @staticmethod
-    def is_unused(path: Path) -> bool:
-        """Return whether a directory is empty, except for remains of a run killed during
-        `create`."""
-        for entry in path.iterdir():
-            if entry.name not in (LOCK, TOKENIZER) and not entry.name.endswith(".partial"):
-                return False
-        return True
+    @property
+    def checkpoints(self) -> Path:
+        """The folder with the checkpoints."""
+        return self.path / CHECKPOINTS
 
-    def locked(self) -> contextlib.AbstractContextManager[Lock]:
-        """Take the lock of the run, which ends at the latest with this process.
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, oldest first."""
+        return steps_in(self.checkpoints)
 
-        Raises BlockingIOError if another process holds it.
+    def has_trained(self) -> bool:
+        """Return whether the run has a checkpoint or a step, so that only `overwrite` replaces it.
+
+        A run whose model failed in compilation or at its first step has neither.
         """
-        make_directory(self.path)
-        return locked(self.path / LOCK, self.path)
+        return bool(self.checkpoint_steps() or self.metrics())
 
     def config(self) -> TrainConfig:
         """Read the config, with the tokenizer's vocabulary size."""
@@ -251,121 +133,40 @@ class RunDirectory:
             return None
         return folder
 
-    def checkpoint_steps(self) -> list[int]:
-        """Return the steps of the checkpoints, oldest first."""
-        steps = []
-        for entry in (self.path / CHECKPOINTS).glob("[0-9]*"):
-            if entry.name.isdecimal() and entry.is_dir():
-                steps.append(int(entry.name))
-        return sorted(steps)
-
-    def delete_checkpoints(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, and the remains of others that a killed process left.
-
-        They are renamed first, durably, so that a directory named by a step is never partial.
-        """
-        self.require_in_place()
-        folder = self.path / CHECKPOINTS
-        steps = list(steps)
-        for step in steps:
-            os.replace(folder / str(step), folder / f"deleting-{step}")
-        if steps:
-            sync_directory(folder)
-        for entry in (*folder.glob("deleting-[0-9]*"), *folder.glob("saving-[0-9]*")):
-            _delete(entry)
-
     def metrics(self) -> list[dict[str, Any]]:
         """Read the metrics so far, without truncated or damaged lines."""
-        return [line for line, _ in self._lines(METRICS)]
-
-    def append_provenance(self, line: dict[str, Any]) -> None:
-        """Append the provenance of a start or resumption."""
-        self.truncate(PROVENANCE, math.inf)
-        self.append(PROVENANCE, [line], durable=True)
+        return [line for line, _ in lines_in(self.path / METRICS)]
 
     def provenance(self) -> list[dict[str, Any]]:
         """Read the provenance of the start and of each resumption."""
-        return [line for line, _ in self._lines(PROVENANCE)]
+        return [line for line, _ in lines_in(self.path / PROVENANCE)]
 
-    def tracker_files(self) -> set[Path]:
-        """Return the files and folders that trackers have written."""
-        patterns: list[str] = list(_BY_TRACKERS)
-        if (self.path / WANDB_ID).is_file():  # without this file, a folder wandb is not the run's
-            patterns.extend(_BY_WANDB)
-        found: set[Path] = set()
-        for pattern in patterns:
-            found.update(self.path.glob(pattern))
-        return found
 
-    def clear(self, by_trackers: Iterable[Path]) -> None:
-        """Delete the files of a run, except those that `create` replaces. Other files stay.
+def run_and_step(word: str | Path) -> tuple[Path, int | None]:
+    """Return the folder and the step of RUN@STEP; None for a run without a step."""
+    path = Path(word)
+    before, _, step = str(word).rpartition("@")
+    if before and step.isdecimal() and not path.exists():
+        return Path(before), int(step)
+    return path, None
 
-        The config stays, so that the directory can still be overwritten if this is interrupted.
-        """
-        self.delete_checkpoints(self.checkpoint_steps())
-        for entry in by_trackers:
-            _delete(entry)
-        for name in _REPLACED:
-            _delete(self.path / name)
-        delete_text_files(self.path / IMPORTED)
-        for name in (CHECKPOINTS, TENSORBOARD, WANDB):
-            with contextlib.suppress(OSError):  # it has other files or doesn't exist
-                (self.path / name).rmdir()
 
-    def write(self, name: str, data: str | bytes) -> None:
-        """Write a file, or replace it."""
-        self.require_in_place()
-        write_file(self.path / name, data)
-
-    def append(self, name: str, lines: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Append lines to a file: either all of them or none."""
-        self.require_in_place()
-        text = ""
-        for line in lines:
-            text += json.dumps(line, allow_nan=False) + "\n"
-        try:
-            append(self.path / name, text.encode(), durable=durable)
-        except OSError as error:
-            advice = "nothing was saved yet: free some space and start again"
-            if self.checkpoint_steps():
-                advice = "the checkpoints are intact: free some space and use `resume=True`"
-            raise OSError(f"{error}; {advice}") from error
-
-    def truncate(self, name: str, step: float) -> None:
-        """Truncate a file after its last complete line up to `step`."""
-        self.require_in_place()
-        end = 0
-        for line, end_of_line in self._lines(name):
-            if line["step"] <= step:
-                end = end_of_line
-        path = self.path / name
-        if path.is_file():
-            os.truncate(path, end)
-
-    def _lines(self, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield each complete line that has a step, and its end offset."""
-        path = self.path / name
-        if not path.is_file():
-            return
-        end = 0
-        with path.open("rb") as file:
-            for text in file:
-                end += len(text)
-                if not text.endswith(b"\n"):  # the last line, which a crash has truncated
-                    return
-                with contextlib.suppress(ValueError):  # a damaged line is skipped
-                    line = json.loads(text)
-                    if isinstance(line, dict) and type(line.get("step")) is int:
-                        yield line, end
+def lines_in(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each complete line of a file that has a step, and its end offset."""
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for text in file:
+            end += len(text)
+            if not text.endswith(b"\n"):  # the last line, which a crash has truncated
+                return
+            with contextlib.suppress(ValueError):  # a damaged line is skipped
+                line = json.loads(text)
+                if isinstance(line, dict) and type(line.get("step")) is int:
+                    yield line, end
 
 
 def read_config(path: Path) -> TrainConfig:
     """Read a run's config. Raises ValueError if it is damaged."""
     return parse_file(path, functools.partial(from_json, TrainConfig))
-
-
-def _delete(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)
-    else:
-        entry.unlink(missing_ok=True)

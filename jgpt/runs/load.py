@@ -1,73 +1,42 @@
 """Models read from runs, and saved as runs."""
 
 import dataclasses
+import functools
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 from flax import nnx
 
 from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.characters import OwnTokenizer
 from jgpt.data.encode import Tokenizer
-from jgpt.durable import new_directory
-from jgpt.fields import Make
-from jgpt.generation.text import Texts, generate_text
-from jgpt.hardware import Platform, current_platform
+from jgpt.fields import Make, to_json
+from jgpt.files import make_directory, new_directory, write_file
+from jgpt.hardware import current_platform
 from jgpt.interop.hub import find_model
 from jgpt.interop.huggingface import load_hf
 from jgpt.interop.names import with_one_vocabulary
-from jgpt.interop.text_files import TextFiles, read_folder_tokenizer
+from jgpt.interop.text_files import TextFiles, read_folder_tokenizer, write_text_files
 from jgpt.nn.models import (
     LanguageModel,
     abstract_model,
     is_built_in,
     named_parameters,
-    weight_dimensions,
     weights_of,
 )
-from jgpt.nn.module import describe_model
-from jgpt.nn.precision import run_for_platform
-from jgpt.runs.checkpoints import Checkpoints, Which
-from jgpt.runs.directory import RunDirectory
+from jgpt.nn.precision import at_least_float32, for_platform
+from jgpt.nn.stacking import stack_blocks, stack_specs, unstack_blocks, uses_stacked_blocks
+from jgpt.parallel.mesh import current_mesh
+from jgpt.parallel.rules import abstract_arrays, specs_like, weight_specs
+from jgpt.runs.checkpoints import Checkpoints, Which, choose, load_checkpoint, loss_of, parts_of
+from jgpt.runs.directory import CHECKPOINTS, CONFIG, IMPORTED, TOKENIZER, RunDirectory
+from jgpt.runs.run import Run
 from jgpt.shapes.contract import typed
-from jgpt.training.optimizer import make_optimizer
-from jgpt.training.state import TrainState
+from jgpt.training.state import first_state
 from jgpt.user_code import changed_code, with_code
-from jgpt.words import counted
-
-
-class Loaded(NamedTuple):
-    """A model with its tokenizer and config."""
-
-    model: LanguageModel
-    """The model, with the loaded weights."""
-    tokenizer: Tokenizer
-    """The tokenizer of the model."""
-    config: TrainConfig
-    """The config with which the model was trained, or can be trained further."""
-
-    def __repr__(self) -> str:
-        return f"Loaded(\n    {describe_loaded(self.model, self.tokenizer, self.config)}\n)"
-
-    def generate(self, prompts: Texts = "", max_new_tokens: int = 200, **options: Any) -> Texts:
-        """Return what `jgpt.generate_text` returns: the continuation, without the prompt.
-
-        `options` are the keyword arguments of `jgpt.generate_text`: `key`, `stop` and the sampling
-        parameters. Raises the errors of `generate_text`.
-        """
-        return generate_text(self.model, self.tokenizer, prompts, max_new_tokens, **options)
-
-
-def describe_loaded(model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig) -> str:
-    """Describe a model, its tokenizer and its config in three lines, not by all that they hold."""
-    return (
-        f"model: {describe_model(model)}\n"
-        f"    tokenizer: {type(tokenizer).__name__} with {counted(tokenizer.vocab_size, 'token')}\n"
-        f"    config: {config.name}, {counted(config.steps, 'step')} of "
-        f"{counted(config.batch_size, 'sequence')}"
-    )
 
 
 @typed
@@ -78,15 +47,13 @@ def load(
     model: Make | str = None,
     optimizer: Make | str = None,
     tokenizer: Any = None,
-    platform: Platform | None = None,
-) -> Loaded:
+) -> Run:
     """Load a run's model, tokenizer and config; nothing is written.
 
     A run with a custom `model` needs it again, as an object or as FILE.py:NAME; a warning says if
     it has changed. A run with a tokenizer of the user's own needs the `tokenizer` again. Pass a
-    custom `optimizer` only to train further with the config. `platform`, by default the current
-    one, decides the config's `auto`. Raises FileNotFoundError if there is no run or no checkpoint,
-    and ValueError if one of their files is damaged.
+    custom `optimizer` only to train further with the config. Raises FileNotFoundError if there is
+    no run or no checkpoint, and ValueError if one of their files is damaged.
     """
     run = RunDirectory.open(run_directory)
     saved = run.config()
@@ -94,11 +61,48 @@ def load(
     loaded_tokenizer = _tokenizer_of(run, tokenizer)
     for line in changed_code(saved, config):
         warnings.warn(line, stacklevel=2)
-    with Checkpoints(run, read_only=True) as checkpoints:
-        decided = run_for_platform(config, platform or current_platform())
-        weights = checkpoints.restore_weights(decided, which)
-    model_with_weights = nnx.merge(nnx.graphdef(abstract_model(decided.model)), weights)
-    return Loaded(model_with_weights, loaded_tokenizer, config)
+    decided = replace(config, model=for_platform(config.model, current_platform()))
+    step, loaded = load_model(run, decided, which)
+    return Run(run.path, loaded, loaded_tokenizer, config, loss_of(run.checkpoints, step))
+
+
+def load_model(run: RunDirectory, config: TrainConfig, which: Which) -> tuple[int, LanguageModel]:
+    """Load the model of a checkpoint, onto the mesh that is set, and return its step, too."""
+    step = choose(run.checkpoints, which)
+    # An average that a training keeps beside its weights is the model to use.
+    part = "model"
+    if "average" in parts_of(run.checkpoints, step):
+        part = "average"
+    model = abstract_model(config.model)
+    state = nnx.state(model)
+    as_saved = jax.eval_shape(functools.partial(_as_saved, config), nnx.to_pure_dict(state))
+    specs = weight_specs(model, current_mesh())
+    forms = [specs]
+    is_stacked = uses_stacked_blocks(config.model)
+    if is_stacked:
+        forms.append(stack_specs(specs))
+    like = abstract_arrays(as_saved, specs_like(as_saved, *forms))
+    step, loaded = load_checkpoint(run.checkpoints, which, {part: like})
+    weights = loaded[part]
+    if is_stacked:
+        weights = jax.jit(unstack_blocks)(weights)
+    narrowed = jax.tree.map(
+        lambda leaf, own: leaf.astype(own.dtype) if leaf.dtype != own.dtype else leaf,
+        weights,
+        nnx.to_pure_dict(state),
+    )
+    nnx.replace_by_pure_dict(state, narrowed)
+    nnx.update(model, state)
+    return step, model
+
+
+def _as_saved(config: TrainConfig, weights: Any) -> Any:
+    """Return weights in the form in which a run saves them."""
+    if config.optimizer.ema_decay > 0:
+        weights = jax.tree.map(at_least_float32, weights)
+    if uses_stacked_blocks(config.model):
+        weights = stack_blocks(weights)
+    return weights
 
 
 def _tokenizer_of(run: RunDirectory, given: Any) -> Tokenizer:
@@ -126,7 +130,7 @@ def _tokenizer_of(run: RunDirectory, given: Any) -> Tokenizer:
 
 
 @typed
-def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loaded:
+def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Run:
     """Load a model and its tokenizer from a Hugging Face folder, or from the hub.
 
     `source` is a folder with config.json, model.safetensors and a tokenizer; or `hub:OWNER/NAME`;
@@ -140,7 +144,7 @@ def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Loa
     tokenizer = read_folder_tokenizer(folder, model.vocab_size)
     # A model may have more rows than its tokenizer has tokens.
     model, tokenizer = with_one_vocabulary(model, tokenizer)
-    return Loaded(model, tokenizer, fine_tuning_config(model.config, DataConfig()))
+    return Run(None, model, tokenizer, fine_tuning_config(model.config, DataConfig()))
 
 
 def fine_tuning_config(model: ModelConfig, dataset: DataConfig) -> TrainConfig:
@@ -192,14 +196,15 @@ def save(
                 f"{name} is {shape} in the model and {expected_shape} in one of the config"
             )
     with new_directory(path) as partial:
-        weights = weights_of(model)
-        dimensions = weight_dimensions(config.model)
-        optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model).init(
-            weights
-        )
-        run = RunDirectory.create(partial, config, tokenizer, text_files)
-        with Checkpoints(run) as checkpoints:
-            checkpoints.save(TrainState(weights, optimizer, jnp.int32(0)), None)
+        write_file(partial / TOKENIZER, tokenizer.to_json())
+        if text_files:
+            make_directory(partial / IMPORTED)
+            write_text_files(text_files, partial / IMPORTED)
+        make_directory(partial / CHECKPOINTS)
+        checkpoints = Checkpoints(partial / CHECKPOINTS, keep_last=1, keep_best=1, keep_every=None)
+        checkpoints.save(0, first_state(config, weights_of(model)), None)
+        checkpoints.close()
+        write_file(partial / CONFIG, to_json(config))
     return path
 
 

@@ -12,26 +12,23 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.fields import as_dict
 from jgpt.hardware import current_platform, device_kinds
-from jgpt.training.evaluation import EvaluationPlan
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 
 
-def provenance(
-    config: TrainConfig, dataset: Dataset, evaluations: EvaluationPlan
-) -> dict[str, Any]:
+def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
     """Return a line of provenance.jsonl for a start or a resumption, without the step.
 
-    `config` is the one that is trained, with `micro_batches=auto` decided.
+    `config` is the one that is trained, in which the machine's choices are made.
     """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "seed": config.seed,
+        "mesh": config.mesh,
         "micro_batches": config.micro_batches,
-        "eval_targets": evaluations.targets,
-        "eval_spread": evaluations.spread,
-        "comparable_after": evaluations.comparable_after,
+        "attention_kernel": getattr(config.model, "attention_kernel", None),
+        "activation_dtype": getattr(config.model, "activation_dtype", None),
         "optimizer": as_dict(config.optimizer),
         "tokens_sha256": dataset.digest,
         "tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
@@ -56,32 +53,12 @@ def known_digest(lines: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def known_micro_batches(lines: list[dict[str, Any]]) -> int | None:
-    """Return the number of micro-batches in the last start that recorded it."""
-    for line in reversed(lines):
-        if "micro_batches" in line:
-            return line["micro_batches"]
+def known_initial(lines: list[dict[str, Any]]) -> str | None:
+    """Return where the run's first weights came from, or None for those of its seed."""
+    for line in lines:
+        if "initial" in line:
+            return line["initial"]
     return None
-
-
-def known_targets(lines: list[dict[str, Any]]) -> tuple[int, bool] | None:
-    """Return the number of targets of the last start's evaluations, and whether they are spread.
-
-    None for a run that was imported and not trained.
-    """
-    # The last start, since a resumed run may have been given other `eval_tokens`.
-    for line in reversed(lines):
-        if "eval_targets" in line:
-            return line["eval_targets"], line["eval_spread"]
-    return None
-
-
-def comparable_after(lines: list[dict[str, Any]]) -> int:
-    """Return the step after which all evaluations have the same targets."""
-    for line in reversed(lines):
-        if "comparable_after" in line:
-            return line["comparable_after"]
-    return 0
 
 
 def _version(package: str) -> str | None:

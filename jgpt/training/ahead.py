@@ -1,7 +1,6 @@
 """Ahead-of-time compilation of the train step for other hardware, and its costs."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,11 +10,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jgpt.config import TrainConfig
 from jgpt.hardware import Chip, Machine, topology
 from jgpt.nn.costs import flops_per_token
-from jgpt.nn.precision import run_for_platform
-from jgpt.parallel.mesh import default_mesh, make_mesh
-from jgpt.training.memory import TrainingMemory, compile_steps, memory_of, with_micro_batches
-from jgpt.training.placement import bytes_of
-from jgpt.training.state import abstract_state
+from jgpt.parallel.mesh import make_mesh
+from jgpt.training.complete import complete
+from jgpt.training.memory import TrainingMemory, compile_steps, memory_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class CompiledStep:
     chip: Chip
     chips: int
     mesh: str
-    micro_batches: int | str
+    micro_batches: int
     """The number of micro-batches, decided for these chips."""
     memory: TrainingMemory
     fits: bool
@@ -46,15 +43,10 @@ def compile_ahead(config: TrainConfig, on: str) -> CompiledStep:
     """
     chip, devices = topology(on)
     machine = Machine(chip.platform, len(devices), chip.memory, host_memory=0)
-    mesh = config.mesh
-    if mesh is None:
-        state_bytes = bytes_of(abstract_state(config))
-        mesh = default_mesh(machine.devices, state_bytes, machine.device_memory)
-    # The mesh is part of the config, so that a batch which the mesh doesn't divide raises an error.
-    config = dataclasses.replace(run_for_platform(config, chip.platform), mesh=mesh)
+    config = complete(config, machine)
+    mesh = config.mesh or "data=1"
     with jax.set_mesh(make_mesh(mesh, devices)), _without_compilation_cache():
         try:
-            config = with_micro_batches(config, machine)
             compiled = compile_steps(config)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -4,75 +4,61 @@ A window has `block_size` inputs and one more token. The inputs are all tokens b
 target of each input is the token after it.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jgpt.config import ModelConfig
-from jgpt.data.batch import Batch
+from jgpt.config import ModelConfig, TrainConfig
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import GatheredHead, LanguageModel
 from jgpt.nn.precision import portable, wider_dtype
 from jgpt.shapes.contract import record, typed
+from jgpt.shapes.describe import describe_value
+from jgpt.user_code import require_code
+
+TAKEN_METRICS = (
+    *("step", "loss", "gradient_norm", "learning_rate", "validation_loss", "tokens", "seconds"),
+    *("tokens_per_second", "model_flops_utilisation", "memory_bytes"),
+)
+"""The metrics of every run, whose names an objective's metrics can't have."""
 
 
 @record
 @dataclass(frozen=True)
 class Loss:
-    """What an objective returns: the mean loss of a batch, and metrics beside it.
-
-    Micro-batches average the value and the metrics by their weights.
-    """
+    """What an objective may return: the mean loss of a batch, and metrics beside it."""
 
     value: Float[Array, ""]
     """The mean over the batch, which training minimises."""
-    weight: Float[Array, ""] | Int[Array, ""] | float | int = 1
-    """The weight of this batch among others, such as the sum of its targets' weights."""
     metrics: Mapping[str, Any] | None = None
     """Scalars by name, which are logged at each step."""
 
 
-Objective = Callable[[LanguageModel, Batch, nnx.Rngs | None], Float[Array, ""] | Loss]
-"""A function of the model, the batch and the random keys of a step, whose stream is `dropout`."""
-
-
-def next_token_loss(model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None = None) -> Loss:
-    """Return the cross-entropy of a batch, the built-in objective, to which terms can be added.
-
-    It never materialises all logits of a large batch: the head and the loss take turns on chunks.
-    Dropout is applied if there are `rngs`. With weights of targets, it is their weighted mean, and
-    its weight is their sum. With documents, each is computed as if it were alone. Raises ValueError
-    if the model takes no documents.
-    """
-    x = final_hidden(model, batch, rngs)  # batch time embed_dim
-    max_rows = _max_rows(model, batch.targets.size)
-    if batch.weights is None:
-        return Loss(cross_entropy_from(x, batch.targets, model.logits, max_rows))
-    losses = token_losses_from(x, batch.targets, model.logits, max_rows)  # batch time
-    weight = batch.weights.sum()
-    # In a micro-batch without counted targets, the mean is 0 and not NaN.
-    divisor = jnp.where(weight > 0, weight, 1)
-    return Loss((losses * batch.weights).sum() / divisor, weight)
+Objective = Callable[
+    [LanguageModel, Int[Array, "batch window"], nnx.Rngs | None], Float[Array, ""] | Loss
+]
+"""A function of the model, the windows of a batch and the random keys of a step, whose stream is
+`dropout`."""
 
 
 @typed
-def final_hidden(
-    model: LanguageModel, batch: Batch, rngs: nnx.Rngs | None
-) -> Float[Array, "{batch.tokens.shape[0]} {batch.tokens.shape[1]-1} features"]:
-    """Return the final hidden states of a batch's inputs."""
-    if batch.documents is None:
-        return model.hidden(batch.inputs, rngs=rngs)
-    if "documents" not in inspect.signature(model.hidden).parameters:
-        raise ValueError(
-            f"the hidden of a {type(model).__name__} takes no documents: make batches without them"
-        )
-    hidden: Any = model.hidden
-    return hidden(batch.inputs, rngs=rngs, documents=batch.documents[:, :-1])
+def next_token_loss(
+    model: LanguageModel, tokens: Int[Array, "batch window"], rngs: nnx.Rngs | None = None
+) -> Float[Array, ""]:
+    """Return the mean cross-entropy of a batch, the built-in objective.
+
+    It never materialises all logits of a large batch: the head and the loss take turns on chunks.
+    Dropout is applied if there are `rngs`.
+    """
+    x = model.hidden(tokens[:, :-1], rngs=rngs)  # batch time embed_dim
+    targets = tokens[:, 1:]
+    return cross_entropy_from(x, targets, model.logits, _max_rows(model, targets.size))
 
 
 @typed
@@ -99,3 +85,60 @@ def loss_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the dtype of losses: the widest of the dtypes of parameters, logits and loss."""
     widest = wider_dtype(portable(config).dtype, config.param_dtype)
     return wider_dtype(widest)
+
+
+# --- an objective of the user's own ---------------------------------------------------------------
+
+
+def objective_of(config: TrainConfig) -> tuple[Callable[[Any], Any], list[jax.Array]]:
+    """Return a function from arrays to the config's objective, and the arrays that it holds.
+
+    An `nnx.Module` or another pytree, such as one with a teacher, holds arrays. They become
+    arguments of the steps: as constants they would be compiled into the program.
+    """
+    if config.objective is None:
+        return lambda _: next_token_loss, []
+    leaves, structure = jax.tree.flatten(require_code(config.objective, "objective"))
+    held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    def with_arrays(arrays: Any) -> Any:
+        remaining = iter(arrays)
+        replaced = []
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf = next(remaining)
+            replaced.append(leaf)
+        return structure.unflatten(replaced)
+
+    return with_arrays, held
+
+
+def as_loss(result: Any, dtype: Any) -> Loss:
+    """Return an objective's result as a Loss whose value and metrics have a dtype.
+
+    Raises ValueError for a result that is no mean, and for metrics that can't be logged.
+    """
+    if not isinstance(result, Loss):
+        if not _is_scalar(result):
+            raise ValueError(
+                "the objective must return a scalar, the mean over the batch, or jgpt.Loss, not "
+                f"{describe_value(result)}"
+            )
+        result = Loss(jnp.asarray(result))
+    metrics = {}
+    for name, value in (result.metrics or {}).items():
+        if name in TAKEN_METRICS:
+            raise ValueError(f"the objective's metric {name!r} is one of jgpt's: rename it")
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"the objective's metric {name!r} must be a scalar, not {describe_value(value)}"
+            )
+        metrics[name] = jnp.asarray(value, dtype)
+    return Loss(result.value.astype(dtype), metrics or None)
+
+
+def _is_scalar(result: Any) -> bool:
+    """Return whether an array is one floating-point number."""
+    if not isinstance(result, (jax.Array, np.generic)):
+        return False
+    return result.shape == () and jnp.issubdtype(result.dtype, jnp.floating)

@@ -15,7 +15,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from jgpt.config import ModelConfig, OptimizerConfig
 from jgpt.nn.models import Weights
 from jgpt.nn.precision import at_least_float32
-from jgpt.nn.stacking import STACKED
+from jgpt.nn.stacking import (
+    STACKED,
+    UnstackedState,
+    stack_blocks,
+    unstack_blocks,
+    uses_stacked_blocks,
+)
 from jgpt.parallel.rules import Dimensions, replicate
 from jgpt.shapes.contract import typed
 from jgpt.training.schedule import learning_rate_schedule
@@ -157,6 +163,8 @@ def _custom(
         raise ValueError(f"optimizer= must make an optax.GradientTransformation, not {kind}")
     # One without them ignores the extra arguments.
     optimizer = optax.with_extra_args_support(optimizer)
+    if model is not None and uses_stacked_blocks(model):
+        optimizer = _for_each_block(optimizer)
     clip = None
     if config.gradient_clip > 0:
         clip = clip_by_global_norm(config.gradient_clip)
@@ -181,6 +189,40 @@ def _custom(
         return changes, next_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _for_each_block(
+    optimizer: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that it sees the blocks apart in `update`, as it does in `init`.
+
+    A mask such as ndim >= 2 would take the stacked scales of norms for matrices. Its state stays
+    apart, too.
+    """
+
+    def init(params: Any) -> UnstackedState:
+        return UnstackedState(optimizer.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if "grad" in extra:
+            extra["grad"] = unstack_blocks(extra["grad"])
+        for name in ("value_fn", "obj_fn"):
+            if name in extra:
+                extra[name] = _function_of_blocks(extra[name])
+        apart = (unstack_blocks(updates), state.of_blocks, unstack_blocks(params))
+        changes, next_state = optimizer.update(*apart, **extra)
+        return stack_blocks(changes), UnstackedState(next_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _function_of_blocks(function: Any) -> Any:
+    """Return a function of weights with the blocks apart."""
+
+    def value_fn(weights: Any, obj_fn: Any = None) -> Any:
+        return function(stack_blocks(weights))
+
+    return value_fn
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.parallel.mesh import abstract_mesh
-from jgpt.training.evaluation import EvaluationPlan
+from jgpt.training.evaluation import targets_of
 from jgpt.training.memory import TrainingMemory, training_memory
 
 
@@ -24,15 +24,13 @@ class Plan:
     memory: TrainingMemory | None
     flops: int
     """The FLOPs of all steps."""
-    evaluations: EvaluationPlan
+    evaluation_targets: int
     process_memory: int | None = None
     """The peak memory of the process on a CPU, in bytes: the memory of its devices, and of Python,
     JAX, compilation and the data. None on other hardware."""
 
 
-def make_plan(
-    config: TrainConfig, dataset: Dataset, out: Path, evaluations: EvaluationPlan
-) -> Plan:
+def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
     """Plan a run on a dataset; `out` is its directory."""
     tokens = config.steps * config.batch_size * config.model.block_size
     return Plan(
@@ -44,7 +42,7 @@ def make_plan(
         memory=training_memory(config),
         # the backward pass takes twice as many FLOPs
         flops=3 * flops_per_token(config.model) * tokens,
-        evaluations=evaluations,
+        evaluation_targets=targets_of(config, len(dataset.validation)),
     )
 
 

@@ -74,4 +74,4 @@ def train_program(config: TrainConfig, batch: int, time: int) -> Program:
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    return Program(steps, (state, windows, key, count))
+    return Program(steps, (state, windows, key, count, count))

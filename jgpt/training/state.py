@@ -1,7 +1,6 @@
-"""The train state: its first value, shapes, shardings, and its form in checkpoints."""
+"""The train state: its first value, shapes and shardings."""
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
+from jaxtyping import Array, Bool, Inexact, Key, PyTree, Shaped
 
 from jgpt.config import TrainConfig
 from jgpt.nn import stacking
@@ -22,8 +21,8 @@ from jgpt.nn.models import (
 )
 from jgpt.nn.precision import at_least_float32
 from jgpt.parallel import rules
-from jgpt.parallel.mesh import current_mesh
-from jgpt.shapes.contract import record, typed
+from jgpt.parallel.mesh import current_mesh, require_mesh
+from jgpt.shapes.contract import typed
 from jgpt.training.optimizer import make_optimizer
 
 # One key for each purpose, from the same seed. Batches fold the step into the seed's key itself, so
@@ -32,28 +31,22 @@ _INIT_STREAM = 1
 _DROPOUT_STREAM = 2
 
 
-@record
-@dataclass(frozen=True)
-class TrainState:
-    """The train state. With `scan_layers`, the arrays of the blocks are stacked."""
-
-    weights: Weights
-    optimizer: PyTree[
-        Float[Array, "..."] | Integer[Array, "..."] | Bool[Array, "..."] | Key[Array, "..."]
-    ]
-    step: Int[Array, ""]
+State = dict[str, Any]
+"""The train state by part: the `model`'s parameters, and the state of the `optimizer`. With
+`scan_layers`, the arrays of the blocks are stacked."""
 
 
 @typed
-def init_state(config: TrainConfig, initial: dict[str, Any] | None = None) -> TrainState:
-    """Make the initial parameters, optimizer state and step 0 from the config's seed.
+def init_state(config: TrainConfig, initial: dict[str, Any] | None = None) -> State:
+    """Make the initial parameters and optimizer state from the config's seed.
 
     `initial` are arrays by the paths of the parameters that they replace. If a mesh is set, each
-    device makes its own shards.
+    device makes its own shards. Raises ValueError for a config with a mesh that is not set.
     """
+    require_mesh(config.mesh)
     replacements = initial or {}
 
-    def make(replacements: dict[str, Any]) -> TrainState:
+    def make(replacements: dict[str, Any]) -> State:
         rngs = nnx.Rngs(_stream(config.seed, _INIT_STREAM))
         weights = weights_of(create_model(config.model, rngs=rngs))
 
@@ -63,7 +56,7 @@ def init_state(config: TrainConfig, initial: dict[str, Any] | None = None) -> Tr
                 return leaf
             return jnp.array(found, leaf.dtype)  # a copy, since the state is donated
 
-        return _first_state(config, jax.tree_util.tree_map_with_path(replace, weights))
+        return first_state(config, jax.tree_util.tree_map_with_path(replace, weights))
 
     if current_mesh().empty:
         # Not under one jit: small programs, one per shape, compile faster.
@@ -72,14 +65,15 @@ def init_state(config: TrainConfig, initial: dict[str, Any] | None = None) -> Tr
 
 
 @typed
-def _first_state(config: TrainConfig, weights: Weights) -> TrainState:
+def first_state(config: TrainConfig, weights: Weights) -> State:
+    """Return the state before the first step of weights, whose blocks are apart."""
     dimensions = weight_dimensions(config.model)
     optimizer = make_optimizer(config.optimizer, config.steps, dimensions, config.model)
     optimizer_state = jax.jit(optimizer.init)(weights)
     if config.optimizer.ema_decay > 0:
         # In 16 bits, the average's change in a step would be rounded to nothing.
         weights = jax.tree.map(at_least_float32, weights)
-    state = TrainState(weights, optimizer_state, jnp.zeros((), jnp.int32))
+    state = {"model": weights, "optimizer": optimizer_state}
     if stacking.uses_stacked_blocks(config.model):
         return stacking.stack_blocks(state)
     return state
@@ -94,57 +88,34 @@ def dropout_stream(seed: int) -> Key[Array, ""]:
     return _stream(seed, _DROPOUT_STREAM)
 
 
-def abstract_state(config: TrainConfig) -> TrainState:
+def abstract_state(config: TrainConfig) -> State:
     """Return the shapes and dtypes of the train state."""
     weights = weights_of(abstract_model(config.model))
-    return jax.eval_shape(functools.partial(_first_state, config), weights)
+    return jax.eval_shape(functools.partial(first_state, config), weights)
 
 
-def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> TrainState:
+def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> State:
     """Return the sharding of the train state over `mesh`, by default the one that is set."""
     if mesh is None:
         mesh = current_mesh()
     state = abstract_state(config)
     weight_specs = rules.weight_specs(abstract_model(config.model), mesh)
-    if _is_stacked(state):
-        weight_specs = stacking.stack_specs(weight_specs)
+    forms = [weight_specs]
+    if stacking.uses_stacked_blocks(config.model):  # a user's own optimizer sees them apart
+        forms.append(stacking.stack_specs(weight_specs))
     # Moments are sharded like their weights: the optimizer state contains trees like that of the
     # weights.
-    specs = rules.specs_like(state, weight_specs)
+    specs = rules.specs_like(state, *forms)
     # Compiled programs return specs in this form. With both forms, the train steps would be
     # compiled twice.
     return jax.tree.map(rules.without_trailing_none, specs)
 
 
-def stack_state(config: TrainConfig, state: TrainState) -> TrainState:
-    """Stack the arrays of the blocks in a state, as the train steps need them."""
-    if not stacking.uses_stacked_blocks(config.model):
-        return state
-    specs = None
-    if not current_mesh().empty:
-        specs = state_specs(config)
-    return jax.jit(stacking.stack_blocks, out_shardings=specs)(state)
-
-
-def unstack_state(state: TrainState) -> TrainState:
-    """Unstack the arrays of the blocks in a state, as checkpoints store them."""
-    if not _is_stacked(state):
-        return state
-    return jax.jit(stacking.unstack_blocks)(state)
-
-
-def is_finite(config: TrainConfig, state: TrainState) -> bool:
-    """Return whether all values of a state are finite; with a custom optimizer, only the
-    parameters.
-
-    Optax has optimizers whose state begins at infinity, such as `reduce_on_plateau`.
-    """
-    checked = state
-    if config.optimizer.make is not None:
-        checked = state.weights
+def is_finite(tree: PyTree[Shaped[Array, "..."]]) -> bool:
+    """Return whether all numbers of a tree are finite."""
     floats = []
-    for leaf in jax.tree.leaves(checked):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):  # counts and keys are always finite
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):  # counts and keys are always finite
             floats.append(leaf)
     return bool(_all_finite(floats))
 
@@ -152,14 +123,9 @@ def is_finite(config: TrainConfig, state: TrainState) -> bool:
 # One program returns one answer; a question for each array would wait for the device each time.
 @jax.jit
 @typed
-def _all_finite(leaves: PyTree[Float[Array, "..."]]) -> Bool[Array, ""]:
+def _all_finite(leaves: PyTree[Inexact[Array, "..."]]) -> Bool[Array, ""]:
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(leaves)]
     return jnp.stack(finite).all()
-
-
-def _is_stacked(state: TrainState) -> bool:
-    blocks = state.weights.get("blocks")
-    return isinstance(blocks, dict) and stacking.STACKED.key in blocks
 
 
 @typed

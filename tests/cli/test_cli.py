@@ -584,7 +584,7 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
         raise AssertionError("computed before the folder was checked")
 
     monkeypatch.setattr("jgpt.cli.runs.loaded_run", never)
-    monkeypatch.setattr("jgpt.pictures.plots.runs_image", never)
+    monkeypatch.setattr("jgpt.runs.plots.runs_image", never)
     picture = "nodir/a.html" if command == "look" else "nodir/a.png"
     options = [] if command == "plot" else ["--prompt", "the"]
     said = refused(command, run, *options, "--out", picture, cwd=tmp_path)

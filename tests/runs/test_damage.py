@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgpt import CharTokenizer, DataConfig, TrainConfig, fit, load
-from jgpt.durable import MovedDirectory
+from jgpt.files import MovedDirectory
 from jgpt.fitting.evaluate import evaluate
 from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory

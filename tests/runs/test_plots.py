@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from jgpt import CharTokenizer, ModelConfig, MultiHeadAttention, TrainConfig, preset
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
-from jgpt.pictures.plots import (
+from jgpt.runs.plots import (
     losses_image,
     metric_image,
     runs_image,

@@ -34,7 +34,7 @@ def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatc
 
     monkeypatch.setattr("IPython.display.display", display)
     with monkeypatch.context() as patched:
-        patched.setattr("jgpt.pictures.plots.losses_image", image)
+        patched.setattr("jgpt.runs.plots.losses_image", image)
         fit(with_changes(small_run, **BIGRAM, out=str(tmp_path / "run")))
     assert drawn == [
         ("display", "<svg>run svg [4]</svg>", True),

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jgpt
 from jgpt import TrainConfig, fit
-from jgpt.durable import locked
+from jgpt.files import locked
 from jgpt.fitting.progress import Progress
 from jgpt.runs import directory, manifest
 from jgpt.runs.checkpoints import Checkpoints

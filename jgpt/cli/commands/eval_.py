@@ -40,18 +40,20 @@ def eval_(
     run = runs.run_or_latest(run)
     with terminal.importing():
         from jgpt.cli.console import ConsoleProgress
-        from jgpt.fitting.evaluate import evaluate
         from jgpt.parallel.mesh import use_mesh
+        from jgpt.runs.directory import run_and_step
+        from jgpt.runs.evaluate import evaluate
 
     console = open_console(stderr=True)
+    path, step = run_and_step(run)
     with (
         runs.failing_source_shown(run, model),
         use_mesh(mesh),
         ConsoleProgress(console, "evaluating") as progress,
     ):
         result = evaluate(
-            run,
-            which=checkpoint,
+            path,
+            which=checkpoint if step is None else step,
             split=split,
             data=data,
             data_field=data_field,

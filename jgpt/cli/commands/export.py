@@ -22,10 +22,10 @@ def export(
     """
     with terminal.importing():
         from jgpt.interop.formats import hf_config
-        from jgpt.runs.directory import RunDirectory
+        from jgpt.runs.directory import RunDirectory, run_and_step
 
         # before the model is loaded, which may take a while: it raises for a model without a format
-        directory = RunDirectory.open(run)
+        directory = RunDirectory.open(run_and_step(run)[0])
         config = directory.config()
         hf_config(config.model, zero_biases=zero_biases)
         # tokenizer and settings of generation go out as they came in

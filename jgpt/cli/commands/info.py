@@ -23,19 +23,18 @@ def info(
     with terminal.importing() as status:
         from jgpt import hardware
         from jgpt.cli import report
-        from jgpt.nn import precision
         from jgpt.nn.costs import Part, flops_per_token, parts_of
-        from jgpt.training.memory import training_memory, with_micro_batches
+        from jgpt.training.complete import complete
+        from jgpt.training.memory import training_memory
         from jgpt.words import format_bytes
 
         config = runs.config_of(what, model, optimizer)
         if mesh is not None:
             return report.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
-        # as `fit` decides what is `auto`, or the memory would be another program's
-        machine = hardware.this_machine()
-        decided = precision.run_for_platform(config, machine.platform)
-        decided = with_micro_batches(decided, machine)
+        # one device, completed as `fit` does, or the memory would be another program's
+        machine = dataclasses.replace(hardware.this_machine(), devices=1)
+        decided = complete(dataclasses.replace(config, mesh=None), machine)
         with source_shown(config):
             memory = training_memory(decided)
     parts = list(parts_of(config.model))

@@ -1,6 +1,5 @@
 """`jgpt look`: a page to look into a model."""
 
-from pathlib import Path
 from typing import Annotated
 
 from jgpt.cli import runs
@@ -13,7 +12,7 @@ from jgpt.cli.arguments import (
 )
 from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console, spinner
-from jgpt.durable import write_file
+from jgpt.files import write_file
 from jgpt.words import format_bytes
 
 
@@ -37,10 +36,13 @@ def look(
         max_new_tokens: The number of tokens to sample after the prompt. By default 48, or fewer if
             the block or the page is full.
     """
+    from jgpt.runs.directory import run_and_step
+
     run = runs.run_or_latest(run)
     out = out or "look.html"
     path = path_to_write(out, ".html")
-    name = Path(run).resolve().name
+    folder, _ = run_and_step(run)
+    name = folder.resolve().name
     with runs.loaded_run(run, checkpoint, model=model) as opened:
         from jgpt.pictures.opening import opening_text
         from jgpt.pictures.page import model_page
@@ -49,7 +51,7 @@ def look(
         # A model near the limit of a page takes half a minute.
         with spinner(open_console(stderr=True), "making the page"):
             if prompt is None:
-                prompt = opening_text(run, config, used_tokenizer, loaded.block_size)
+                prompt = opening_text(folder, config, used_tokenizer, loaded.block_size)
                 max_new_tokens = max_new_tokens or 0
             page = model_page(loaded, used_tokenizer, name, prompt, max_new_tokens)
     write_file(path, page)

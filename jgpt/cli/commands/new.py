@@ -9,7 +9,7 @@ from jgpt.cli.arguments import Lines, path_to_write, shell_command
 from jgpt.cli.options import (
     OptionSpec,
 )
-from jgpt.durable import write_file
+from jgpt.files import write_file
 
 
 def new(

@@ -7,7 +7,7 @@ from jgpt.cli.arguments import Image, Lines, path_to_write
 from jgpt.cli.options import (
     OptionSpec,
 )
-from jgpt.durable import write_file
+from jgpt.files import write_file
 
 
 def plot(
@@ -23,7 +23,7 @@ def plot(
     """
     path = path_to_write(out, ".png", ".svg")
     with terminal.importing():
-        from jgpt.pictures.plots import metric_image, runs_image
+        from jgpt.runs.plots import metric_image, runs_image
         from jgpt.runs.directory import RunDirectory
 
     opened = [RunDirectory.open(run) for run in runs]

@@ -44,7 +44,7 @@ def _dry_run(config: TrainConfig, options: RunOptions) -> Lines:
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     with terminal.importing():
         from jgpt.cli import console, report
-        from jgpt.fitting.fit import plan
+        from jgpt.runs.fit import plan
         from jgpt.training.ahead import compile_ahead
 
     if options.on is None:
@@ -54,6 +54,7 @@ def _dry_run(config: TrainConfig, options: RunOptions) -> Lines:
             planned = plan(
                 config,
                 initial=options.initial,
+                with_optimizer=options.with_optimizer,
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,
@@ -81,9 +82,9 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with terminal.importing():
         from jgpt import hardware
         from jgpt.cli import console, signals
-        from jgpt.fitting.fit import fit
-        from jgpt.fitting.stopping import StoppedBeforeTraining, TrainingStopped
         from jgpt.parallel import processes
+        from jgpt.runs.directory import SAMPLES
+        from jgpt.runs.fit import StoppedBeforeTraining, TrainingStopped, fit
 
     screen = open_console()
     screen.quiet = hardware.process_index() != 0  # process 0 speaks for all
@@ -93,6 +94,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
             run = fit(
                 config,
                 initial=options.initial,
+                with_optimizer=options.with_optimizer,
                 resume=options.resume,
                 overwrite=options.overwrite,
                 progress=progress,
@@ -114,17 +116,15 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     if hardware.process_index() != 0:
         return []
     code = options_to_load(config)
+    assert run.path is not None
     lines = []
-    if run.sample:  # a custom model may have none
-        lines += ["", run.sample, ""]
+    if sample := (run.path / SAMPLES).read_text():  # a custom model may have none
+        lines += ["", sample, ""]
     seconds = time.perf_counter() - began
-    sample = shell_command("sample", run.directory, *code)
-    evaluate = shell_command("eval", run.directory, *code)
-    lines.append(
-        f"validation loss {run.validation_loss:.4f} at step {run.best_step}"
-        f"{run.evaluations.over}, total time {seconds:.0f} s"
-    )
+    sampling = shell_command("sample", run.path, *code)
+    evaluate = shell_command("eval", run.path, *code)
+    lines.append(f"best validation loss {run.validation_loss:.4f}, total time {seconds:.0f} s")
     files = "checkpoints, metrics.jsonl, samples.txt, loss.png"
-    lines.append(f"run directory: {run.directory} ({files})")
-    lines.append(f"next: {sample}   or   {evaluate}")
+    lines.append(f"run directory: {run.path} ({files})")
+    lines.append(f"next: {sampling}   or   {evaluate}")
     return lines

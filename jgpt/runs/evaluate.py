@@ -14,16 +14,17 @@ from jgpt.data.characters import NumberTokenizer
 from jgpt.data.dataset import Dataset, load_dataset, load_text, require_usable
 from jgpt.data.encode import Tokenizer, count_characters
 from jgpt.fields import Make
-from jgpt.fitting.progress import Progress
-from jgpt.hardware import current_platform
+from jgpt.hardware import this_machine
 from jgpt.nn.loss import bits_per_character
 from jgpt.nn.models import weights_of
-from jgpt.nn.precision import run_for_platform
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
-from jgpt.runs.provenance import known_digest, known_micro_batches
+from jgpt.runs.progress import Progress
+from jgpt.runs.provenance import known_digest
+from jgpt.runs.run import Run
 from jgpt.shapes.contract import typed
+from jgpt.training.complete import complete
 from jgpt.training.evaluation import Evaluator
 
 
@@ -44,7 +45,7 @@ class Evaluation:
 
 @typed
 def evaluate(
-    run_directory: str | Path,
+    run: str | Path | Run,
     *,
     model: Make | str = None,
     tokenizer: Any = None,
@@ -58,7 +59,8 @@ def evaluate(
 ) -> Evaluation:
     """Compute the exact loss of a run's model on a split, or on another text.
 
-    The loss is over the whole split, even if the run's `eval_tokens` is smaller. `data` names
+    `run` is a run directory or a `Run`. The loss is over the whole split, even if the run's
+    `eval_tokens` is smaller. `data` names
     another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
     as the run's text was. `data_field` is its field or column, by default that of the run. A run
     that was trained on a `dataset` needs it again. A run of a custom model or a tokenizer of the
@@ -67,38 +69,38 @@ def evaluate(
     a longer window, or a text that the tokenizer can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
-    loaded, used_tokenizer, config = load(
-        run_directory, model=model, tokenizer=tokenizer, which=which
-    )
+    if isinstance(run, Run):
+        opened = run
+    else:
+        opened = load(run, model=model, tokenizer=tokenizer, which=which)
+    loaded, used_tokenizer, config = opened
+    lines = []
+    if opened.path is not None:
+        lines = RunDirectory.open(opened.path).provenance()
     size = _window_size(window, config.model.block_size)
     data = _other_data(data, split)
-    directory = RunDirectory.open(run_directory)
-    lines = directory.provenance()
-    if config.micro_batches == "auto":
-        # As many micro-batches as in training, which fit; if the number is unknown, one sequence at
-        # a time.
-        count = known_micro_batches(lines) or config.batch_size
-        config = replace(config, micro_batches=count, mesh=None)
     if data:
         other = replace(
             config.dataset, data=data, data_field=data_field or config.dataset.data_field
         )
         tokens = load_text(other, used_tokenizer, warn=progress.warned, progress=progress.tokenized)
     elif dataset is None:
-        loaded_data = _load_known(directory, config.dataset, size, used_tokenizer, progress)
-        tokens = _tokens_of(loaded_data, split, directory)
+        loaded_data = _load_known(lines, config.dataset, size, used_tokenizer, progress)
+        tokens = _tokens_of(loaded_data, split, opened.path)
     else:
         require_usable(dataset, config.dataset, size, known_digest(lines))
-        tokens = _tokens_of(dataset, split, directory)
+        tokens = _tokens_of(dataset, split, opened.path)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
     weights = weights_of(loaded)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    decided = run_for_platform(config, current_platform())
+    # on the mesh that is set, and not on that of the training
+    machine = replace(this_machine(), devices=1)
+    decided = complete(replace(config, mesh=None), machine)
     evaluator = Evaluator(decided, tokens, parameters)
-    loss = evaluator.exact(weights, progress.evaluating)
+    loss = evaluator.mean(weights, progress.evaluating)
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss of {run_directory} is {loss}: it has diverged")
+        raise FloatingPointError(f"the loss of {opened.path} is {loss}: it has diverged")
     # The characters of the targets, not of all tokens: the first token is never predicted.
     targets = tokens[1:]
     bits = None
@@ -127,7 +129,7 @@ def _other_data(data: str | tuple[str, ...], split: str) -> tuple[str, ...]:
 
 
 def _load_known(
-    run: RunDirectory,
+    lines: list[dict[str, Any]],
     config: DataConfig,
     block_size: int,
     tokenizer: Tokenizer,
@@ -138,19 +140,19 @@ def _load_known(
         config,
         block_size,
         tokenizer=tokenizer,
-        digest=known_digest(run.provenance()),
+        digest=known_digest(lines),
         warn=progress.warned,
         progress=progress.tokenized,
     )
 
 
 @typed
-def _tokens_of(dataset: Dataset, split: str, run: RunDirectory) -> Integer[np.ndarray, " tokens"]:
+def _tokens_of(dataset: Dataset, split: str, path: Path | None) -> Integer[np.ndarray, " tokens"]:
     """Return a split of the run's own data."""
     if split == "validation":
         return dataset.validation
     if len(dataset.test) == 0:
-        raise ValueError(f"{run.path} has no test split: its `test_fraction` is 0")
+        raise ValueError(f"{path} has no test split: its `test_fraction` is 0")
     return dataset.test
 
 

@@ -5,18 +5,20 @@ import functools
 import importlib
 import queue
 import secrets
-import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol, Self, assert_never
 
 from jgpt.config import TrackerName, TrainConfig
-from jgpt.durable import append
 from jgpt.fields import as_dict
-from jgpt.runs.directory import TENSORBOARD, WANDB, WANDB_ID
+from jgpt.files import append
+from jgpt.hardware import process_index
+from jgpt.parallel.processes import raise_in_all_processes
+from jgpt.runs.directory import TENSORBOARD, WANDB_ID
+from jgpt.runs.run import OpenRun
 
 LOG_SECONDS = 30
 """The seconds that training waits for a tracker to accept the metrics of a step."""
@@ -69,30 +71,47 @@ class Trackers:
 
     def __init__(self) -> None:
         self._threads: dict[str, _Thread] = {}
+        self.failure: OSError | None = None
+        """The first error of a tracker, which doesn't prevent the state from being saved."""
 
-    def open(
-        self, names: Sequence[TrackerName], run: Path, step: int, config: TrainConfig, *, new: bool
-    ) -> None:
-        """Open trackers. Raises OSError if one can't be opened."""
-        for name in names:
-            opener = require_tracker(name)
-            try:
-                # In this thread: Weights & Biases may ask for a key, and has its own time limit.
-                tracker = opener(run, step, config, new)
-            except Exception as error:  # each package raises its own kinds
-                raise _failure(name, error) from error
-            self._threads[name] = _Thread(name, tracker)
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls, config: TrainConfig, run: OpenRun, *, is_new: bool, warn: Callable[[str], None]
+    ) -> Iterator[Self]:
+        """Open the trackers of a run in process 0. Raises OSError if one can't be opened."""
+        trackers = cls()
+        with raise_in_all_processes():
+            if process_index() == 0:
+                for name in config.trackers:
+                    trackers._open(name, run, config, is_new=is_new)
+        try:
+            yield trackers
+        finally:
+            trackers._close(warn)
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the metrics of a step. Raises OSError for a tracker that has failed."""
+    def _open(self, name: TrackerName, run: OpenRun, config: TrainConfig, *, is_new: bool) -> None:
+        opener = require_tracker(name)
+        step = max((line["step"] for line in run.metrics()), default=0)
+        try:
+            # In this thread: Weights & Biases may ask for a key, and has its own time limit.
+            tracker = opener(run.path, step, config, is_new)
+        except Exception as error:  # each package raises its own kinds
+            raise _failure(name, error) from error
+        self._threads[name] = _Thread(name, tracker)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Log a line of metrics; a tracker that fails is not called again."""
+        values = {name: value for name, value in line.items() if value is not None}
+        step = values.pop("step")
         for name, thread in list(self._threads.items()):
             try:
                 thread.call(lambda tracker: tracker.log(values, step), LOG_SECONDS)
-            except OSError:
+            except OSError as error:
                 del self._threads[name]
-                raise
+                self.failure = self.failure or error
 
-    def close(self, warn: Callable[[str], None]) -> None:
+    def _close(self, warn: Callable[[str], None]) -> None:
         """Close the trackers. A failure is only a warning, since training has ended."""
         for thread in self._threads.values():
             try:
@@ -225,30 +244,3 @@ class _Wandb:
     def close(self) -> None:
         """Upload all pending metrics."""
         self._run.finish()
-
-
-@contextlib.contextmanager
-def trackers_removed_on_error(run: Path) -> Iterator[None]:
-    """Restore the folders of trackers to their earlier content if the block raises."""
-    entries_before: dict[Path, set[Path] | None] = {}
-    for folder in (run / TENSORBOARD, run / WANDB):
-        entries_before[folder] = None
-        if folder.is_dir():
-            entries_before[folder] = set(folder.iterdir())
-    try:
-        yield
-    except BaseException:  # Ctrl-C, too
-        for folder, entries in entries_before.items():
-            if entries is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            elif folder.is_dir():
-                for entry in set(folder.iterdir()) - entries:
-                    _remove(entry)
-        raise
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)
-    else:
-        entry.unlink(missing_ok=True)

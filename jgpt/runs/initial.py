@@ -1,11 +1,11 @@
 """The weights that a run starts from: those of a model, of another run, or of a folder."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
@@ -16,9 +16,14 @@ from jgpt.data.encode import Tokenizer, is_same_vocabulary
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
-from jgpt.runs.directory import RunDirectory
+from jgpt.parallel.rules import abstract_arrays
+from jgpt.runs.checkpoints import choose, load_checkpoint
+from jgpt.runs.directory import RunDirectory, run_and_step
 from jgpt.runs.load import load, load_pretrained
+from jgpt.runs.resume import OF_THE_STATE, fields_of
 from jgpt.training.optimizer import is_trainable
+from jgpt.training.state import State, abstract_state, state_specs
+from jgpt.user_code import custom_code, with_code
 from jgpt.words import did_you_mean
 
 _KINDS = {
@@ -38,52 +43,85 @@ class Initial:
     """The arrays by the paths of their parameters."""
     tokenizer: Tokenizer | None = None
     """The tokenizer of the weights, if they are of a run or a folder."""
-
-    @property
-    def recorded(self) -> dict[str, str]:
-        """The record for the provenance: the source, and the SHA-256 of the weights."""
-        digest = hashlib.sha256()
-        for name in sorted(self.arrays):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
-        return {"source": self.source, "weights_sha256": digest.hexdigest()}
+    run: RunDirectory | None = None
+    step: int = 0
+    """The run and the step of its checkpoint, if they are of one."""
 
 
 def read_initial(
-    initial: LanguageModel | str | Path | None, config: TrainConfig, dataset: Dataset | None = None
-) -> Initial | None:
-    """Read the weights to start from: of a model, a run, or a Hugging Face folder.
+    initial: LanguageModel | str | Path, config: TrainConfig, dataset: Dataset | None = None
+) -> Initial:
+    """Read the weights to start from: of a model, a RUN or RUN@STEP, or a Hugging Face folder.
 
     A run's tokenizer may be an object of the user's own, which is that of the `dataset`.
     """
-    if initial is None:
-        return None
-    tokenizer = None
-    model: Any = initial
-    source = type(initial).__name__
-    if isinstance(initial, (str, Path)):
-        source = str(initial)
-        saved_data = DataConfig()
-        if RunDirectory.is_run(Path(initial)):
-            run = RunDirectory.open(initial)
-            saved = run.config()
-            saved_data = saved.dataset
-            model_code = None
-            if saved.model.make is not None:
-                model_code = config.model.make
-            own = None
-            if dataset is not None and isinstance(run.tokenizer(), OwnTokenizer):
-                own = dataset.tokenizer
-            model, tokenizer, _ = load(initial, model=model_code, tokenizer=own)
-        else:
-            model, tokenizer, _ = load_pretrained(initial, block_size=config.model.block_size)
-        named = named_fields(config.dataset, saved_data)
-        require_named_tokenizer(f"`initial={source!r}`", tokenizer, named)
-    # On the host, since restored arrays are committed to a device, and a mesh has others.
+    if not isinstance(initial, (str, Path)):
+        return Initial(type(initial).__name__, _arrays_of(initial))
+    source = str(initial)
+    saved_data = DataConfig()
+    run = None
+    which: Any = 0
+    path, step = run_and_step(initial)
+    if RunDirectory.is_run(path):
+        run = RunDirectory.open(path)
+        saved = run.config()
+        saved_data = saved.dataset
+        model_code = None
+        if saved.model.make is not None:
+            model_code = config.model.make
+        own = None
+        if dataset is not None and isinstance(run.tokenizer(), OwnTokenizer):
+            own = dataset.tokenizer
+        which = choose(run.checkpoints, "best" if step is None else step)
+        model, tokenizer, _ = load(path, which=which, model=model_code, tokenizer=own)
+        source = f"{path}@{which}"
+    else:
+        model, tokenizer, _ = load_pretrained(source, block_size=config.model.block_size)
+    named = named_fields(config.dataset, saved_data)
+    require_named_tokenizer(f"`initial={str(initial)!r}`", tokenizer, named)
+    return Initial(source, _arrays_of(model), tokenizer, run, which)
+
+
+def _arrays_of(model: LanguageModel) -> dict[str, Any]:
+    """Return a model's arrays on the host: restored ones are committed to a device, and a mesh has
+    others."""
     arrays = {}
     for name, variable in named_parameters(model).items():
         arrays[name] = np.asarray(variable.get_value())
-    return Initial(source, arrays, tokenizer)
+    return arrays
+
+
+def require_same_moments(initial: Initial, config: TrainConfig) -> None:
+    """Raise ValueError unless the optimizer's state of a run is one of the config's optimizer."""
+    if initial.run is None:
+        raise ValueError(
+            f"`with_optimizer=True` needs `initial=RUN@STEP`: {initial.source} has no moments"
+        )
+    saved = with_code(initial.run.config(), **custom_code(config))
+    if _shapes_of(saved) == _shapes_of(config):
+        return
+    old = dict(fields_of(saved))
+    differences = []
+    for name, new in fields_of(config):
+        if name.startswith(OF_THE_STATE) and old.get(name) != new:
+            differences.append(f"`{name}` is {old.get(name)!r} there, {new!r} in the config")
+    raise ValueError(
+        f"the moments of {initial.source} are of another optimizer or model: "
+        f"{'; '.join(differences) or 'their arrays differ'}"
+    )
+
+
+def _shapes_of(config: TrainConfig) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(abstract_state(config)["optimizer"])
+    return structure, [leaf.shape for leaf in leaves]
+
+
+def load_state(initial: Initial, config: TrainConfig) -> State:
+    """Load weights and moments of a run's checkpoint onto the mesh that is set."""
+    assert initial.run is not None
+    like = abstract_arrays(abstract_state(config), state_specs(config))
+    _, state = load_checkpoint(initial.run.checkpoints, initial.step, like)
+    return state
 
 
 def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
@@ -123,8 +161,9 @@ def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
 
 def tokenizer_of(source: str) -> Tokenizer:
     """Return the tokenizer of a run or a Hugging Face folder, without reading its weights."""
-    if RunDirectory.is_run(Path(source)):
-        return RunDirectory.open(source).tokenizer()
+    path, _ = run_and_step(source)
+    if RunDirectory.is_run(path):
+        return RunDirectory.open(path).tokenizer()
     return read_folder_tokenizer(find_model(source))
 
 

@@ -17,7 +17,6 @@ from matplotlib.ticker import EngFormatter
 
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
-from jgpt.training.statistics import is_statistic
 from jgpt.words import did_you_mean
 
 LABELS_PER_COLUMN = 25
@@ -36,7 +35,6 @@ def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> 
         "training, each step",
         f"training, mean of {window} steps",
         "validation",
-        "validation, estimated on a part",
     ]
     _finish(figure, {"step": axes}, lines, labels)
     return _image(figure, format)
@@ -74,7 +72,7 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     labels = _labels_of(runs)
     title = (
         "line: training, mean of 2% of the steps around; faint: each step; "
-        "dots: validation; circles: validation, estimated on a part"
+        "dots: validation"
     )
     _finish(figure, panels, smoothed, labels, title)
     return _image(figure, format)
@@ -130,7 +128,7 @@ def _group_image(
         _name_axis(axes, "step")
     # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
     # an objective may be negative, for which a logarithmic axis has no place.
-    if is_statistic(metric) or smallest > 0:
+    if smallest >= 0:
         panels[0].set_yscale("log", nonpositive="mask")
     panels[0].set(ylabel=metric)
     labels = [name.removeprefix(f"{metric}/") for name in names]
@@ -210,8 +208,8 @@ def _draw_run(
     training_colour: str,
     validation_colour: str,
 ) -> list[Line2D]:
-    """Draw a run in two colours: one for training, each step and smoothed, one for validation and
-    estimates."""
+    """Draw a run in two colours: one for training, each step and smoothed, one for
+    validation."""
     rows, losses = _values_of(metrics, "loss")
     mean = _running_mean(np.array(losses), _smoothing_window(len(metrics)))
     lines = axes.plot(x[rows], losses, color=training_colour, alpha=0.25, linewidth=0.7)
@@ -220,8 +218,6 @@ def _draw_run(
     dots = {"linestyle": "", "marker": "o", "color": validation_colour, "zorder": 3}
     rows, validation = _values_of(metrics, "validation_loss")
     lines += axes.plot(x[rows], validation, **dots)
-    rows, estimates = _values_of(metrics, "validation_estimate")
-    lines += axes.plot(x[rows], estimates, **dots, fillstyle="none")
     return lines
 
 

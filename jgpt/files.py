@@ -2,15 +2,16 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Parsed = TypeVar("Parsed")
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 """The beginning of what Git leaves in place of a large file, where Git LFS is not installed."""
 
@@ -111,6 +112,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(read_file(path))
 
 
+def parse_file(path: Path, parse: Callable[[str], Parsed]) -> Parsed:
+    """Parse a text file of a run. Raises ValueError naming it if it is damaged."""
+    try:
+        return parse(read_file(path))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged, or of another program: {error}") from error
+
+
 @contextlib.contextmanager
 def prefix_errors(path: Path) -> Iterator[None]:
     """Prefix the messages of ValueErrors with the path of the file."""
@@ -137,42 +146,8 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
             raise _unwritten(path, error) from error
 
 
-@dataclass(frozen=True)
-class Lock:
-    """The lock of a directory, which this process holds in a file."""
-
-    file: Path
-    path: Path
-    """The locked directory."""
-    status: os.stat_result
-    """The file's status when the lock was taken."""
-
-    def require_in_place(self) -> None:
-        """Raise MovedDirectory if the locked directory was moved or replaced.
-
-        A lock belongs to the file rather than its name, so another process can hold the lock of the
-        directory that has the name now.
-        """
-        if not self.is_in_place():
-            raise MovedDirectory(
-                f"{self.path} was moved or replaced while this process wrote to it, and nothing "
-                "more is written there: what was saved is in the directory that was moved"
-            )
-
-    def is_in_place(self) -> bool:
-        """Return whether the file with the lock still has its name."""
-        try:
-            return os.path.samestat(self.status, os.stat(self.file))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-
-class MovedDirectory(OSError):
-    """Raised when a locked directory was moved or replaced."""
-
-
 @contextlib.contextmanager
-def locked(file: Path, path: Path) -> Iterator[Lock]:
+def locked(file: Path, path: Path) -> Iterator[None]:
     """Hold the lock of a path in a file, at most as long as this process lives.
 
     Raises BlockingIOError if another process holds it.
@@ -187,7 +162,7 @@ def locked(file: Path, path: Path) -> Iterator[Lock]:
             f"{path} is in use by another process: wait for it, or choose another directory"
         ) from None
     try:
-        yield Lock(file, path, os.stat(file))
+        yield
     finally:
         lock.release()
 
@@ -208,6 +183,12 @@ def sync_below(directory: Path) -> None:
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_directory(path: Path) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
+from jgpt.nn.models import Weights
 from jgpt.runs.directory import RunDirectory
-from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.state import TrainState
 from jgpt.words import counted
 
 
@@ -22,11 +21,10 @@ class Progress:
     def tokenized(self, fraction: float) -> None:
         """Report the tokenized `fraction` of the text: 0 while it is read, 1 at the end."""
 
-    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
-        """Report that training starts, or is resumed, at the state's step."""
-
-    def planned(self, evaluations: EvaluationPlan) -> None:
-        """Report the number of evaluations and their targets. Called before `started`."""
+    def started(
+        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+    ) -> None:
+        """Report that training starts, or is resumed, at a step."""
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Report steps; `loss` is that of the last step."""
@@ -37,12 +35,6 @@ class Progress:
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Report the validation loss over the planned targets."""
 
-    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
-        """Report the last step's loss over the whole validation split."""
-
-    def estimated(self, step: int, validation_loss: float) -> None:
-        """Report an estimate of the validation loss, over a part of the split."""
-
     def warned(self, message: str) -> None:
         """Report a warning; training continues."""
 
@@ -50,13 +42,9 @@ class Progress:
 class LineProgress(Progress):
     """One line on standard error for the current step, and a line for each evaluation."""
 
-    _over = ""
-
-    def planned(self, evaluations: EvaluationPlan) -> None:
-        """Keep the words to print after a loss."""
-        self._over = evaluations.over
-
-    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+    def started(
+        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+    ) -> None:
         """Print the run's directory."""
         self._steps = config.steps
         self.warned(f"{counted(config.steps, 'step')} into {out}")
@@ -71,11 +59,7 @@ class LineProgress(Progress):
 
     def evaluated(self, step: int, validation_loss: float) -> None:
         """Print a line."""
-        self.warned(f"step {step}: validation loss {validation_loss:.4f}{self._over}")
-
-    def evaluated_exactly(self, step: int, validation_loss: float) -> None:
-        """Print a line."""
-        self.warned(f"step {step}: validation loss {validation_loss:.4f} over all tokens")
+        self.warned(f"step {step}: validation loss {validation_loss:.4f}")
 
     def warned(self, message: str) -> None:
         """Print a line."""
@@ -90,9 +74,11 @@ class LineProgress(Progress):
 class NotebookProgress(LineProgress):
     """The display of `LineProgress`, and the loss curve, redrawn at each evaluation."""
 
-    def started(self, config: TrainConfig, dataset: Dataset, state: TrainState, out: Path) -> None:
+    def started(
+        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+    ) -> None:
         """Print the run's directory."""
-        super().started(config, dataset, state, out)
+        super().started(config, dataset, weights, step, out)
         self._run = RunDirectory(out)
         self._picture = None
 
@@ -118,7 +104,7 @@ def draw_losses(run: RunDirectory, format: str, warn: Callable[[str], None]) -> 
     must not interrupt the end of training.
     """
     try:
-        from jgpt.pictures.plots import losses_image  # 40 MiB that training doesn't need
+        from jgpt.runs.plots import losses_image  # 40 MiB that training doesn't need
 
         return losses_image(run.metrics(), run.path.absolute().name, format)
     except Exception as error:

@@ -1,1 +1,0 @@
-"""Training runs, from a config to a trained model on disk."""

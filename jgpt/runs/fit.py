@@ -1,0 +1,787 @@
+"""Training from a config to a run with its best model: prepare, the loop, finish.
+
+The loop is that of the file which `jgpt new --training` writes, with calls of many steps: it adds
+meshes, micro-batches, evaluations of bounded cost, and progress.
+"""
+
+import functools
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgpt.config import ModelConfig, TrainConfig
+from jgpt.data.batches import batches, resident
+from jgpt.data.characters import OwnTokenizer, UnencodableText
+from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
+from jgpt.data.encode import Tokenizer
+from jgpt.fields import Code, Make
+from jgpt.files import write_file
+from jgpt.generation.decoding import generate
+from jgpt.generation.text import default_prompt
+from jgpt.hardware import (
+    Machine,
+    current_platform,
+    memory_in_use,
+    peak_flops,
+    process_count,
+    process_index,
+    release_memory,
+    this_machine,
+)
+from jgpt.nn.costs import flops_per_token
+from jgpt.nn.models import LanguageModel, abstract_model, require_parameters_only
+from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
+from jgpt.parallel.processes import raise_in_all_processes, require_same
+from jgpt.parallel.rules import abstract_arrays, shardings
+from jgpt.runs.directory import LOSS_PICTURE, RUNS, SAMPLES, RunDirectory
+from jgpt.runs.initial import (
+    Initial,
+    load_state,
+    named_fields,
+    read_initial,
+    require_fitting,
+    require_named_tokenizer,
+    require_same_moments,
+    require_same_tokenizer,
+    require_trainable,
+)
+from jgpt.runs.load import load
+from jgpt.runs.progress import Progress, default_progress, draw_losses
+from jgpt.runs.provenance import known_digest, known_initial, provenance
+from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
+from jgpt.runs.run import OpenRun, Run
+from jgpt.runs.trackers import Trackers, require_tracker
+from jgpt.shapes.contract import typed
+from jgpt.shapes.proofs import prove
+from jgpt.training.complete import complete, require_memory
+from jgpt.training.evaluation import Evaluator, targets_of
+from jgpt.training.memory import lower_steps, memory_of
+from jgpt.training.placement import bytes_of, parameters_without_names
+from jgpt.training.plan import Plan, make_plan, with_process_memory
+from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
+from jgpt.user_code import code_facts, custom_code, describe_error, files_of_code, with_code
+from jgpt.words import format_bytes
+
+SECONDS_PER_CALL = 10.0
+"""The longest call of steps, so that a signal is answered within that."""
+LONGEST_PROOF = 1024
+"""At this length a proof of a small model takes 3 s of a processor and 430 MiB, at 256 0.7 s."""
+
+
+class TrainingStopped(Exception):
+    """Raised when training was asked to stop, after a checkpoint was saved."""
+
+    def __init__(self, step: int, directory: Path) -> None:
+        super().__init__(f"stopped after step {step}; its checkpoint is in {directory}")
+        self.step = step
+        self.directory = directory
+
+
+class StoppedBeforeTraining(TrainingStopped):
+    """Raised when a stop was requested while the text was tokenized. The tokens so far are kept."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(0, directory)
+        # There is no checkpoint, which the message of the other class names.
+        self.args = ("stopped before training began, while the text was tokenized",)
+
+
+@typed
+def fit(
+    config: TrainConfig,
+    *,
+    model: Make | str = None,
+    optimizer: Make | str = None,
+    objective: Make | str = None,
+    dataset: Dataset | None = None,
+    initial: LanguageModel | str | Path | None = None,
+    with_optimizer: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | Literal["auto"] | None = "auto",
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Train a config's run into its directory; return the run with its best model.
+
+    `model` makes a custom model: `model(config.model, rngs=rngs)` returns a `LanguageModel`, and
+    `config.model` is converted to the class that it annotates. `optimizer` makes an optax
+    optimizer: `optimizer(config.optimizer, config.steps)`. `objective` is what is minimised: a
+    function of (model, tokens, rngs) that returns the mean over the windows `tokens`, or a `Loss`.
+    Each may be FILE.py:NAME. Every process calls `fit` with the same arguments; process 0 writes
+    and reports.
+
+    `dataset`, such as one of `Dataset.from_tokens`, is trained on in place of the config's data;
+    give the same one to resume. The run starts from the weights of `initial`, which is a model, or
+    the path of a run or a Hugging Face folder, whose tokenizer it takes; `with_optimizer` takes the
+    moments and the step of a run's checkpoint, RUN@STEP, too. `resume` continues from the
+    directory's last checkpoint, or starts if there is none yet; `overwrite` deletes the existing
+    run. `should_stop` is polled after each call of steps, and while the text is tokenized.
+    `progress` is by default shown on a terminal and in a notebook; None is silent.
+
+    Raises ValueError or OSError before anything is written or deleted; later OSError if something
+    can't be written, FloatingPointError for a loss or gradient that is not finite, and
+    TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
+    raises StoppedBeforeTraining, which is a kind of TrainingStopped.
+    """
+    config = with_code(config, model, optimizer, objective)
+    shown = _progress_of_this_process(progress)
+    with raise_in_all_processes():
+        prepared = prepare(
+            config,
+            dataset=dataset,
+            initial=initial,
+            with_optimizer=with_optimizer,
+            resume=resume,
+            overwrite=overwrite,
+            progress=shown,
+            should_stop=should_stop,
+        )
+    # From here on all processes compute together, and would wait for ever for a missing one.
+    require_same(_shared_facts(prepared, resume=resume, overwrite=overwrite))
+    with use_mesh(prepared.trained.mesh):
+        train_steps = _compiled_steps(prepared)
+        run = Run.start(
+            prepared.out,
+            prepared.recorded,
+            prepared.dataset,
+            resume=resume,
+            overwrite=overwrite,
+            code=files_of_code(config),
+        )
+        with run:
+            _train(run, prepared, train_steps, shown, should_stop)
+        return _finish(run, prepared, shown)
+
+
+def plan(
+    config: TrainConfig,
+    *,
+    initial: LanguageModel | str | Path | None = None,
+    with_optimizer: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the plan of `fit`, and raise the errors that `fit` would. Nothing is written.
+
+    On a CPU, `process_memory` assumes that training takes the memory that this process has taken so
+    far, in addition to the memory of its steps.
+    """
+    prepared = prepare(
+        config,
+        initial=initial,
+        with_optimizer=with_optimizer,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress or Progress(),
+    )
+    with use_mesh(prepared.trained.mesh):
+        made = make_plan(prepared.trained, prepared.dataset, prepared.out)
+    # The memory is that of this machine, whatever the planned platform is.
+    if current_platform().name != "cpu":
+        return made
+    return with_process_memory(made, memory_in_use())
+
+
+def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Progress:
+    """Return the requested progress in process 0, and a silent one in the others."""
+    if progress == "auto":
+        progress = default_progress()
+    if progress is None or process_index() != 0:
+        return Progress()
+    return progress
+
+
+# --- prepare --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start: its config is complete and its text is open."""
+
+    out: Path
+    recorded: TrainConfig
+    """The config of the run's folder, with which it is resumed on any machine."""
+    trained: TrainConfig
+    """The same one, complete for this machine."""
+    dataset: Dataset
+    machine: Machine
+    initial: Initial | None
+    with_optimizer: bool
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    dataset: Dataset | None = None,
+    initial: LanguageModel | str | Path | None = None,
+    with_optimizer: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Prepared:
+    """Open the text, decide what the config leaves open, and check all of it; write nothing.
+
+    Raises ValueError or OSError if the run can't start, and StoppedBeforeTraining.
+    """
+    if resume and overwrite:
+        raise ValueError("give `resume=True` or `overwrite=True`, not both")
+    if resume and config.out is None:
+        raise ValueError("`resume=True` needs the run's `out=DIRECTORY`")
+    for name in config.trackers:
+        require_tracker(name)
+    for part, make in custom_code(config).items():
+        if isinstance(make, Code):
+            raise ValueError(
+                f"the run's {part} is {make.named}, which a run never loads by itself: give "
+                f"`{part}={make.named!r}`"
+            )
+    out = Path(config.out or _unused_path(config.name))
+    saved = None
+    if resume and RunDirectory.exists(out) and RunDirectory(out).checkpoint_steps():
+        saved = RunDirectory.open(out)
+        old = saved.config()
+        config = replace(config, optimizer=with_lowered_floor(old.optimizer, config.optimizer))
+        changed = describe_learning_rate(old, config, saved.checkpoint_steps()[-1])
+        if changed is not None:
+            progress.warned(changed)
+        initial = _require_known_initial(initial, saved)
+    elif resume and initial is None and RunDirectory.exists(out):
+        source = known_initial(RunDirectory(out).provenance())
+        if source is not None:
+            raise ValueError(
+                "the run started from other weights and has no checkpoint yet: give "
+                f"`initial={source!r}`"
+            )
+    weights = None
+    if initial is not None:
+        if isinstance(initial, (str, Path)) and _is_same_folder(Path(initial), out):
+            raise ValueError(
+                f"`overwrite=True` would delete the weights of {initial}, from which the run "
+                "starts: give another `out`"
+            )
+        weights = read_initial(initial, config, dataset)
+    if dataset is None:
+        dataset = _load_text(config, saved, weights, out, progress, should_stop)
+    else:
+        config = replace(config, dataset=replace(config.dataset, data=(GIVEN,)))
+        require_usable(dataset, config.dataset, config.model.block_size)
+        if weights is not None and weights.tokenizer is not None:
+            require_same_tokenizer(f"`initial={weights.source!r}`", weights.tokenizer, dataset)
+    model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    config = replace(config, model=model)
+    machine = this_machine()
+    trained = complete(config, machine)
+    # A run keeps the dtype that it began with: its losses would not continue in another one.
+    recorded = replace(config, model=replace(model, dtype=trained.model.dtype))
+    require_parameters_only(abstract_model(trained.model))
+    require_trainable(recorded)
+    if weights is not None:
+        require_fitting(weights, recorded)
+    if with_optimizer and saved is None:
+        if weights is None:
+            raise ValueError("`with_optimizer=True` needs `initial=RUN@STEP`")
+        require_same_moments(weights, trained)
+    _require_disk(trained, out)
+    _warn(trained, progress, is_new=saved is None)
+    return Prepared(out, recorded, trained, dataset, machine, weights, with_optimizer)
+
+
+def _unused_path(name: str) -> Path:
+    """Return runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that does not exist."""
+    path = RUNS / name
+    # Another process may take the same name meanwhile; the lock of the directory decides.
+    number = 1
+    while path.exists():
+        number += 1
+        path = RUNS / f"{name}-{number}"
+    return path
+
+
+def _is_same_folder(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def _require_known_initial(initial: Any, saved: RunDirectory) -> None:
+    """Raise ValueError unless a run is resumed from the weights that it started from.
+
+    They may be given again, as in the command that is repeated with `resume`.
+    """
+    if not isinstance(initial, (str, Path)):
+        return
+    source = known_initial(saved.provenance()) or ""
+    if str(initial) not in (source, source.rpartition("@")[0]):
+        raise ValueError(
+            "the run to resume did not start from these weights: leave out "
+            f"`initial={str(initial)!r}`, or train a new run from them"
+        )
+
+
+def _load_text(
+    config: TrainConfig,
+    saved: RunDirectory | None,
+    weights: Initial | None,
+    out: Path,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> Dataset:
+    """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
+    tokenizer = None
+    known = None
+    if saved is not None:
+        tokenizer = saved.tokenizer()
+        known = known_digest(saved.provenance())
+        named = named_fields(config.dataset, saved.config().dataset)
+        require_named_tokenizer(f"`out={str(saved.path)!r}`", tokenizer, named)
+    elif weights is not None:
+        tokenizer = weights.tokenizer
+    stop_is_asked = False
+
+    def tokenized(fraction: float) -> None:
+        nonlocal stop_is_asked
+        progress.tokenized(fraction)
+        # Several processes would have to agree, which they do only between steps.
+        if process_count() == 1 and should_stop():
+            stop_is_asked = True
+            raise KeyboardInterrupt  # the tokens so far are kept
+
+    try:
+        return load_dataset(
+            config.dataset,
+            config.model.block_size,
+            tokenizer=tokenizer,
+            digest=known,
+            warn=progress.warned,
+            progress=tokenized,
+        )
+    except KeyboardInterrupt:
+        if stop_is_asked:
+            raise StoppedBeforeTraining(out) from None
+        raise
+
+
+def _require_disk(config: TrainConfig, out: Path) -> None:
+    """Raise OSError if the disk can't hold the checkpoints that are kept and the one being saved.
+
+    A disk that fills up later costs steps, and hours may pass until then.
+    """
+    # The nearest existing folder, since the directory itself may not exist yet.
+    folders = (out, *out.absolute().parents)
+    existing = next(folder for folder in folders if folder.exists())
+    free = shutil.disk_usage(existing).free
+    needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
+    if needed > free:
+        raise OSError(
+            f"{existing} has {format_bytes(free)} free, but the checkpoints need "
+            f"{format_bytes(needed)}: free some space, or lower `keep_best` and `keep_last`"
+        )
+
+
+def _warn(config: TrainConfig, progress: Progress, *, is_new: bool) -> None:
+    """Warn of what a model of the user's own does that costs more than it seems to."""
+    if config.model.make is None:
+        return
+    looking_ahead = None
+    if is_new:
+        looking_ahead = _describe_sight(config.model)
+    if looking_ahead is not None:
+        progress.warned(looking_ahead)
+    unnamed = parameters_without_names(config.model, abstract_mesh(config.mesh))
+    if unnamed:
+        progress.warned(
+            f"`mesh={config.mesh!r}` replicates {len(unnamed)} parameters whose dimensions have "
+            f"no names, such as {unnamed[0]}: nnx.Param(value, dimensions=('embed_dim', "
+            "'hidden_dim')) has names"
+        )
+
+
+def _describe_sight(config: ModelConfig) -> str | None:
+    """Return a warning unless it is proven that a model of one's own reads no later token."""
+    model = abstract_model(config)
+    if not getattr(model, "causal", True):  # it says that it looks ahead on purpose
+        return None
+    time = min(model.block_size, LONGEST_PROOF)
+    try:
+        proof = prove(model, "int32[b t]", causal="t", sizes={"t": time, "b": 1})
+    # A model that trains is not kept from it by a program that the proof can't read.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        return f"whether the model reads later tokens can't be proven: {reason}"
+    if proof:
+        return None
+    # A model that reads later tokens has a low loss, and samples nonsense.
+    verdict, *reasons = str(proof).splitlines()
+    found = verdict.removeprefix("not proven: ")
+    entries = [reason for reason in reasons if "comes in at" in reason]
+    return (
+        f"the model is not proven causal: {'; '.join([found, *map(str.strip, entries)])} "
+        "(one that looks ahead on purpose has `causal = False`)"
+    )
+
+
+def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    """Return the facts that must be equal in all processes of a run, by their names in messages."""
+    line = provenance(prepared.trained, prepared.dataset)
+    facts: dict[str, Any] = dict(fields_of(prepared.trained))
+    facts |= code_facts(prepared.trained)
+    facts["resume"] = resume
+    facts["overwrite"] = overwrite
+    facts["tokens_sha256"] = line["tokens_sha256"]
+    # Another version of JAX may compute other numbers.
+    facts |= line["versions"]
+    return facts
+
+
+# --- train ----------------------------------------------------------------------------------------
+
+
+def _compiled_steps(prepared: Prepared) -> jax.stages.Compiled:
+    """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
+    config = prepared.trained
+    compiled = lower_steps(config).compile()
+    require_memory(memory_of(compiled, config), config, prepared.machine)
+    return compiled
+
+
+def _train(
+    run: OpenRun,
+    prepared: Prepared,
+    train_steps: jax.stages.Compiled,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Train to the end, or until the losses stop falling."""
+    config = prepared.trained
+    for line in run.changed_code():
+        progress.warned(line)
+    first = 0
+    init = functools.partial(init_state, config)
+    if prepared.initial is not None:
+        run.facts["initial"] = prepared.initial.source
+        init = functools.partial(init_state, config, prepared.initial.arrays)
+        if prepared.with_optimizer:
+            first = prepared.initial.step
+            init = functools.partial(load_state, prepared.initial, config)
+    specs = state_specs(config)
+    state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
+    # Committed to its devices, as the compiled steps return it.
+    state = jax.device_put(state, shardings(specs))
+    with Trackers.opened(config, run, is_new=step == first, warn=progress.warned) as trackers:
+        loop = _Loop(run, prepared, train_steps, step, progress, trackers, should_stop)
+        progress.started(config, prepared.dataset, state["model"], step, run.path)
+        loop.run_to_end(state)
+
+
+class _Loop:
+    """The loop of `fit`: calls of many steps, whose metrics are read during the next call."""
+
+    def __init__(
+        self,
+        run: OpenRun,
+        prepared: Prepared,
+        train_steps: jax.stages.Compiled,
+        step: int,
+        progress: Progress,
+        trackers: Trackers,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.run = run
+        self.config = prepared.trained
+        self.train_steps = train_steps
+        self.step = step
+        self.progress = progress
+        self.trackers = trackers
+        self.should_stop = should_stop
+        self.tokens = resident(prepared.dataset.train)
+        self.key = dropout_stream(self.config.seed)
+        self.tokens_per_step = self.config.batch_size * self.config.model.block_size
+        held_out = prepared.dataset.validation
+        weights = abstract_state(self.config)["model"]
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+        targets = targets_of(self.config, len(held_out))
+        self.evaluator = Evaluator(self.config, held_out, parameters, targets=targets)
+        self.taken = jax.device_put(np.int32(step), shardings(jax.sharding.PartitionSpec()))
+        self.unread: tuple[int, int, Any] | None = None  # first step, count and metrics of a call
+        self.steps_per_second: float | None = None
+        self.peak = _peak_tokens_per_second(self.config)
+        self.clock = time.monotonic()
+        run.report = self._report
+
+    def run_to_end(self, state: State) -> None:
+        """Train, evaluate and save to the last step."""
+        config = self.config
+        losses = _losses_for_patience(self.run.metrics(), config.eval_interval)
+        self.clock = time.monotonic()
+        try:
+            while self.step < config.steps and not _stops_early(losses, config.patience):
+                state = self._take_steps(state)
+                if self._is_evaluated(self.step):
+                    loss = self._evaluate(state)
+                    if self.step % config.eval_interval == 0 or self.step == config.steps:
+                        losses.append(loss)
+                self._answer_request(state)
+        except FloatingPointError as error:
+            self._keep_last_good_state(state, error)
+        if self.step < config.steps:
+            self.progress.warned(
+                f"stopped at step {self.step} of {config.steps}: no better validation loss "
+                f"in `patience={config.patience!r}` evaluations"
+            )
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Return whether a step is evaluated: also the first one early, so that a run that fails
+        has a checkpoint."""
+        interval = self.config.eval_interval
+        return step % interval == 0 or step in (interval // 8, self.config.steps)
+
+    def _take_steps(self, state: State) -> State:
+        """Make one call of steps, and read the metrics of the call before while it computes."""
+        config = self.config
+        count = self._steps_of_call()
+        windows = batches(
+            self.tokens,
+            config.seed,
+            self.step,
+            steps=config.steps_per_call,
+            batch_size=config.batch_size,
+            block_size=config.model.block_size,
+            count=count,
+        )
+        numbers = np.int32(count), np.int32(self.step)
+        state, metrics = self.train_steps(state, windows, self.key, *numbers, self.taken)
+        self.taken = metrics.taken
+        before = self.unread
+        self.unread = (self.step, count, metrics)
+        self.step += count
+        if before is not None:
+            self._read(before)
+        return state
+
+    def _steps_of_call(self) -> int:
+        """Return the number of steps in the next call, at most to the next evaluation."""
+        config = self.config
+        interval = config.eval_interval
+        most = config.steps_per_call
+        if process_count() == 1:
+            # Only in a single process, since others lack this clock and display and must take equal
+            # steps.
+            most = min(most, self.progress.most_steps or most)
+            if self.steps_per_second is not None:
+                most = min(most, max(1, int(SECONDS_PER_CALL * self.steps_per_second)))
+        pauses = [(self.step // interval + 1) * interval, interval // 8, config.steps]
+        return min(most, *(step - self.step for step in pauses if step > self.step))
+
+    def _read(self, call: tuple[int, int, Any]) -> None:
+        """Log the metrics of a call. Raises FloatingPointError for a step that is not finite."""
+        first, count, metrics = call
+        columns = {
+            "loss": metrics.loss,
+            "gradient_norm": metrics.gradient_norm,
+            "learning_rate": metrics.learning_rate,
+            **(metrics.extra or {}),
+        }
+        columns = {name: np.asarray(values)[:count] for name, values in columns.items()}
+        good = int(metrics.taken) - first
+        if good < count:
+            if good > 0:
+                before = {name: values[:good] for name, values in columns.items()}
+                self.run.log(first + good, **before)
+            raise FloatingPointError(_describe_step(first + good + 1, columns, good))
+        self.run.log(first + count, **columns, **self._measurements(first + count, count))
+
+    def _read_all(self) -> None:
+        """Log the metrics of the last call, which is waited for."""
+        call = self.unread
+        self.unread = None
+        if call is not None:
+            self._read(call)
+
+    def _measurements(self, step: int, count: int) -> dict[str, float]:
+        """Return the measurements of a call, which only the line of its last step has."""
+        now = time.monotonic()
+        self.steps_per_second = count / max(now - self.clock, 1e-9)
+        self.clock = now
+        speed = self.steps_per_second * self.tokens_per_step
+        measured: dict[str, float] = {
+            "tokens": step * self.tokens_per_step,
+            "tokens_per_second": round(speed, 1),
+        }
+        if self.peak:
+            measured["model_flops_utilisation"] = round(speed / self.peak, 5)
+        memory = memory_in_use()
+        if memory is not None:
+            measured["memory_bytes"] = memory
+        return measured
+
+    def _report(self, line: dict[str, Any]) -> None:
+        """Show a line of metrics that is written, and log it to the trackers."""
+        if "tokens_per_second" in line:
+            self.progress.stepped(line["step"], line["loss"], line["tokens_per_second"])
+        self.trackers.log(line)
+
+    def _evaluate(self, state: State) -> float:
+        """Evaluate and save the state after a step."""
+        self._read_all()
+
+        def between(done: int, targets: int) -> None:
+            self.progress.evaluating(done, targets)
+            self._answer_request(state)
+
+        loss = self.evaluator.mean(state["model"], between)
+        if not math.isfinite(loss):
+            advice = "lower `learning_rate`"
+            # The average is what was evaluated, so it may be the cause even if the weights are
+            # fine.
+            if self.config.optimizer.ema_decay > 0:
+                advice = "lower `ema_decay` or `learning_rate`"
+            raise FloatingPointError(
+                f"the validation loss is {loss} after step {self.step}: {advice}"
+            )
+        self.run.save(self.step, state, validation_loss=loss)
+        self.progress.evaluated(self.step, loss)
+        self.clock = time.monotonic()
+        return loss
+
+    def _answer_request(self, state: State) -> None:
+        """Save if it is time, and stop if any process was asked to, or can't write."""
+        if self.should_stop() or self.trackers.failure is not None:
+            self.run.stop()
+        request = self.run.request()
+        if request is None:
+            return
+        self._read_all()
+        self.run.save(self.step, state)
+        self.clock = time.monotonic()
+        if request == "stop":
+            self.run.wait()
+            with raise_in_all_processes():
+                if self.trackers.failure is not None:
+                    raise self.trackers.failure
+            if self.step < self.config.steps:
+                raise TrainingStopped(self.step, self.run.path)
+
+    def _keep_last_good_state(self, state: State, error: FloatingPointError) -> NoReturn:
+        """Save the last state that was finite, if it is, and name the checkpoint that is kept."""
+        taken = int(self.taken)
+        loss = self.evaluator.mean(state["model"])
+        # A step that was not finite left the state as it was.
+        if math.isfinite(loss) and 0 < taken < self.step:
+            self.run.save(taken, state)
+        self.run.wait()
+        advice = "nothing was saved yet"
+        if steps := self.run.steps():
+            advice = f"checkpoint {steps[-1]} is kept"
+        raise FloatingPointError(f"{error}; {advice}") from None
+
+
+def _losses_for_patience(lines: list[dict[str, Any]], interval: int) -> list[float]:
+    """Return the validation losses so far, without the early one."""
+    losses = []
+    for line in lines:
+        if "validation_loss" in line and line["step"] % interval == 0:
+            losses.append(line["validation_loss"])
+    return losses
+
+
+def _stops_early(losses: list[float], patience: int | None) -> bool:
+    """Return whether `patience` evaluations have passed since the first one with the lowest
+    loss."""
+    if patience is None or not losses:
+        return False
+    best = losses.index(min(losses))
+    return len(losses) - 1 - best >= patience
+
+
+def _describe_step(step: int, columns: dict[str, Any], row: int) -> str:
+    """Return the message for a step that is not finite: its number, and what to change."""
+    values = {name: float(column[row]) for name, column in columns.items()}
+    name = "loss"
+    if math.isfinite(values["loss"]):
+        name = "gradient_norm"
+    advice = "lower `learning_rate`"
+    if step == 1:  # there was no update yet, so a lower rate changes nothing
+        advice = (
+            "the model gives it at its first step, before any update: look for the mistake in its "
+            "forward pass or its initial parameters"
+        )
+    return (
+        f"{name} is {values[name]} at step {step} (learning_rate {values['learning_rate']:.3g}, "
+        f"gradient_norm {values['gradient_norm']:.3g}): {advice}"
+    )
+
+
+def _peak_tokens_per_second(config: TrainConfig) -> float | None:
+    """Return the tokens per second at the published peak of the devices, or None if unknown."""
+    peak = peak_flops()
+    if peak is None:
+        return None
+    # Computed only now, since counting the FLOPs lowers a custom model.
+    # The backward pass has two products for each one of the forward pass.
+    flops = 3 * flops_per_token(config.model)
+    if flops == 0:  # a bigram model has no products
+        return None
+    return max(current_mesh().size, 1) * peak / flops
+
+
+# --- finish ---------------------------------------------------------------------------------------
+
+
+def _finish(run: OpenRun, prepared: Prepared, progress: Progress) -> Run:
+    """Return the best model; write a sample and a picture of the losses."""
+    # Otherwise compiled programs and the state would stay in memory beside the model that samples.
+    release_memory()
+    config = prepared.recorded
+    own = None
+    if isinstance(prepared.dataset.tokenizer, OwnTokenizer):
+        own = prepared.dataset.tokenizer
+    best = load(run.path, model=config.model.make, tokenizer=own)
+    best = replace(best, config=config)
+    sample = _sample_or_warn(best.model, best.tokenizer, config, progress)
+    release_memory()
+    with raise_in_all_processes():
+        if process_index() == 0:
+            write_file(run.path / SAMPLES, sample)
+            picture = draw_losses(RunDirectory(run.path), "png", progress.warned)
+            if picture is not None:
+                write_file(run.path / LOSS_PICTURE, picture)
+    return best
+
+
+def _sample_or_warn(
+    model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
+) -> str:
+    """Return a sample; if custom code trains but can't be sampled from, warn instead of raising.
+
+    A tokenizer may have a larger vocab_size than it can decode, as one that is padded.
+    """
+    try:
+        return _sample(model, tokenizer, config.sample_tokens, config.seed)
+    except Exception as error:
+        if config.model.make is None and not isinstance(tokenizer, OwnTokenizer):
+            raise
+        reason = describe_error(error)
+        if isinstance(error, UnencodableText):
+            reason = str(error)
+        if not reason:
+            first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
+            reason = first_line
+        progress.warned(f"no sample: {reason}")
+        return ""
+
+
+def _sample(model: LanguageModel, tokenizer: Tokenizer, tokens: int, seed: int) -> str:
+    prompt = jnp.asarray(default_prompt(tokenizer))  # time
+    key = jax.random.key(np.uint32(seed))  # a Python number from 2**31 on would overflow
+    drawn = generate(model, prompt[None], tokens, key=key)  # 1 time+tokens
+    # Without the tokens that a tokenizer puts before each text, such as <s>.
+    text = drawn[0, len(tokenizer.begin) :]
+    return tokenizer.decode(np.asarray(text))
