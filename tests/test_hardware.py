@@ -121,10 +121,9 @@ def test_what_was_lowered_is_forgotten_and_what_was_compiled_is_kept(lowering_ca
         assert cache.cache_info().currsize >= 40
     compiled = []
 
-    def record(event: str, seconds: float, **details: Any) -> None:
+    def record(event: str, duration_secs: float, **details: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(details)
-
 
     release_memory()
 
@@ -139,6 +138,7 @@ def test_what_was_lowered_is_forgotten_and_what_was_compiled_is_kept(lowering_ca
         assert len(compiled) == 1
     finally:
         jax.monitoring.unregister_event_duration_listener(record)
+
 
 @pytest.mark.parametrize("lacks", ["module", "name", "method"])
 def test_a_jax_without_one_of_these_caches_gives_the_rest_of_the_memory_back(

@@ -676,7 +676,7 @@ def test_the_command_has_its_source_as_json():
         pytest.param(
             "--train",
             "gradients_of",
-            "_, (loss, gradients, metrics) = ",
+            "loss, gradients, metrics = ",
             "loss: float32[]; gradients: 19 arrays",
             marks=pytest.mark.slow,
         ),

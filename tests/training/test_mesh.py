@@ -449,3 +449,11 @@ def test_a_mesh_with_explicit_axes_is_rejected_by_name():
         pytest.raises(ValueError, match=r"explicit axes \(data, tensor\): make it with"),
     ):
         head(jnp.ones((8, 3, 10)))
+
+
+@pytest.mark.parametrize("make", [init_state, make_train_steps])
+def test_a_config_s_mesh_that_is_not_set_is_refused(make):
+    config = dataclasses.replace(CONFIGS["nanogpt"], mesh="data=8")
+    with pytest.raises(ValueError, match=r"^`mesh='data=8'` is set by `fit` alone: use jax.set_"):
+        make(config)
+    make(dataclasses.replace(config, mesh="data=1"))
