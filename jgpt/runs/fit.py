@@ -475,7 +475,9 @@ def _train(
     state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
     # Committed to its devices, as the compiled steps return it.
     state = jax.device_put(state, shardings(specs))
-    with Trackers.opened(config, run, is_new=step == first, warn=progress.warned) as trackers:
+    is_new = step == first
+    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
+    with opened as trackers:
         loop = _Loop(run, prepared, train_steps, step, progress, trackers, should_stop)
         progress.started(config, prepared.dataset, state["model"], step, run.path)
         loop.run_to_end(state)
