@@ -448,6 +448,7 @@ def _compiled_steps(prepared: Prepared) -> jax.stages.Compiled:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
     config = prepared.trained
     compiled = lower_steps(config).compile()
+    release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
     return compiled
 
@@ -636,7 +637,7 @@ class _Loop:
 
         def between(done: int, targets: int) -> None:
             self.progress.evaluating(done, targets)
-            self._answer_request(state)
+            self._answer_request(state, is_evaluating=True)
 
         loss = self.evaluator.mean(state["model"], between)
         if not math.isfinite(loss):
@@ -653,12 +654,13 @@ class _Loop:
         self.clock = time.monotonic()
         return loss
 
-    def _answer_request(self, state: State) -> None:
+    def _answer_request(self, state: State, *, is_evaluating: bool = False) -> None:
         """Save if it is time, and stop if any process was asked to, or can't write."""
         if self.should_stop() or self.trackers.failure is not None:
             self.run.stop()
         request = self.run.request()
-        if request is None:
+        # A checkpoint is written once: that of an evaluation waits for its loss.
+        if request is None or (request == "save" and is_evaluating):
             return
         self._read_all()
         self.run.save(self.step, state)
