@@ -198,7 +198,7 @@ class OpenRun:
                 if self._writes:
                     stack.enter_context(self._locked())
                     self._require_startable()
-            stack.enter_context(_quiet_orbax())
+            stack.enter_context(quiet_orbax())
             stack.enter_context(_signals_handled(self._on_signal))
             self._stack = stack.pop_all()
         return self
@@ -569,7 +569,7 @@ def cut(path: Path, step: float) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Drop the log messages of Orbax alone, since its failures raise errors as well."""
 
     def is_of_others(record: logging.LogRecord) -> bool:
