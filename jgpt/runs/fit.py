@@ -450,6 +450,7 @@ def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
     config = prepared.trained
     compiled = lower_steps(config).compile()
+    release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
     _, objective_arrays = objective_of(config)
     if objective_arrays:
@@ -481,7 +482,9 @@ def _train(
     state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
     # Committed to its devices, as the compiled steps return it.
     state = jax.device_put(state, shardings(specs))
-    with Trackers.opened(config, run, is_new=step == first, warn=progress.warned) as trackers:
+    is_new = step == first
+    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
+    with opened as trackers:
         loop = _Loop(run, prepared, train_steps, step, progress, trackers, should_stop)
         progress.started(config, prepared.dataset, state["model"], step, run.path)
         loop.run_to_end(state)
@@ -640,7 +643,7 @@ class _Loop:
 
         def between(done: int, targets: int) -> None:
             self.progress.evaluating(done, targets)
-            self._answer_request(state)
+            self._answer_request(state, is_evaluating=True)
 
         loss = self.evaluator.mean(state["model"], between)
         if not math.isfinite(loss):
@@ -657,12 +660,13 @@ class _Loop:
         self.clock = time.monotonic()
         return loss
 
-    def _answer_request(self, state: State) -> None:
+    def _answer_request(self, state: State, *, is_evaluating: bool = False) -> None:
         """Save if it is time, and stop if any process was asked to, or can't write."""
         if self.should_stop() or self.trackers.failure is not None:
             self.run.stop()
         request = self.run.request()
-        if request is None:
+        # A checkpoint is written once: that of an evaluation waits for its loss.
+        if request is None or (request == "save" and is_evaluating):
             return
         self._read_all()
         self.run.save(self.step, state)

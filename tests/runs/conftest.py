@@ -4,8 +4,8 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
-from jgpt.fitting import fit as fitting
-from jgpt.fitting import loop
+from jgpt.runs import fit as fitting
+from jgpt.runs import run as running
 from tests.browser import shared_browser
 
 LONG = 1e9
@@ -15,8 +15,8 @@ LONG = 1e9
 def a_slow_machine_saves_and_stops_where_a_fast_one_does():
     """Before the first evaluation slow runs save more often, and their calls have fewer steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "SECONDS_BETWEEN_SAVES", LONG)
-        patch.setattr(loop, "SECONDS_PER_CALL", LONG)
+        patch.setattr(running, "SECONDS_BETWEEN_SAVES", LONG)
+        patch.setattr(fitting, "SECONDS_PER_CALL", LONG)
         yield
 
 
@@ -31,7 +31,7 @@ def fits_that_only_train(request, monkeypatch):
     if "whole_fit" in request.fixturenames:
         return
     monkeypatch.setattr(fitting, "draw_losses", lambda *_: None)
-    for module in (fitting, loop):
+    for module in (fitting,):
         monkeypatch.setattr(module, "release_memory", lambda: None)
 
 
@@ -44,5 +44,5 @@ def page():
 @pytest.fixture
 def copy(trained, small_run, tmp_path) -> TrainConfig:
     """The finished run's config, in a copy of it."""
-    out = shutil.copytree(trained.directory, tmp_path / "copy")
+    out = shutil.copytree(trained.path, tmp_path / "copy")
     return dataclasses.replace(small_run, out=str(out))

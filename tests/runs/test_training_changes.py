@@ -156,8 +156,11 @@ def test_batch_norm(changed):
     means = state["model"]["batch_norm"]["mean"].get_value()
     assert np.abs(means).max() > 1e-4  # it has followed the activations
 
-    loaded = jgpt.load(module.OUT, which="last", model=f"{Path('train.py').resolve()}:GPT").model
-    np.testing.assert_array_equal(loaded.batch_norm.mean.get_value(), means)
+    run = jgpt.load(module.OUT, which="last", model=f"{Path('train.py').resolve()}:GPT")
+    np.testing.assert_array_equal(run.model.batch_norm.mean.get_value(), means)
+    *_, last = lines_of(module)
+    assert abs(jgpt.evaluate(run).loss - last["validation_loss"]) < 0.01
+    assert len(run.generate(max_new_tokens=4)) == 4
 
 
 def test_mean_teacher(changed):
