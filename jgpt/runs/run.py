@@ -238,7 +238,7 @@ class OpenRun:
             try:
                 yield
             finally:
-                if not RunDirectory.exists(self.path) and not had_lock and self._is_in_place():
+                if not self._is_begun and not had_lock and self._is_in_place():
                     lock.unlink()
                     for folder in missing:
                         with contextlib.suppress(OSError):  # another process has filled it
@@ -271,6 +271,7 @@ class OpenRun:
                     f"another, such as {self.path / self.config.name}"
                 )
             return
+        self._directory.config()  # raises for a config.json of another program, which stays
         if self._resume and self._directory.checkpoint_steps():
             self._require_same()
         elif self._directory.has_trained() and not (self._resume or self._overwrite):
