@@ -70,10 +70,7 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
         _, smoothed_training, *_ = lines
         smoothed.append(smoothed_training)  # represents the run in the legend
     labels = _labels_of(runs)
-    title = (
-        "line: training, mean of 2% of the steps around; faint: each step; "
-        "dots: validation"
-    )
+    title = "line: training, mean of 2% of the steps around; faint: each step; dots: validation"
     _finish(figure, panels, smoothed, labels, title)
     return _image(figure, format)
 
