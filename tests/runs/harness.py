@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt import TrainConfig
+from jgpt import Run, TrainConfig
 from jgpt.runs.progress import Progress
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,6 +40,12 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
+
+
+def path_of(run: Run) -> Path:
+    """The folder of a run that was trained."""
+    assert run.path is not None
+    return run.path
 
 
 def stopping(out: Path, after: int = 1) -> Callable[[], bool]:

@@ -25,7 +25,7 @@ from jgpt.runs.resume import describe_learning_rate, require_same_run
 from tests.models import config_of
 from tests.quick import only
 from tests.runs import faults
-from tests.runs.harness import BIGRAM, Heard, kill_resume, stopping, with_changes
+from tests.runs.harness import BIGRAM, Heard, kill_resume, path_of, stopping, with_changes
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
     whole = trained
     if RUNS[run]:
         whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
-    assert RunDirectory(whole.path).checkpoint_steps() == kept
+    assert RunDirectory(path_of(whole)).checkpoint_steps() == kept
     out.mkdir()  # killed before, while it made the directory
     faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
 
@@ -112,8 +112,8 @@ def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
 
     compilations = [line for line in caplog.messages if "XLA compilation of jit(steps)" in line]
     assert len(compilations) == 1
-    assert kill_resume.fingerprint(out) == kill_resume.fingerprint(whole.path)
-    assert (out / "samples.txt").read_text() == (whole.path / "samples.txt").read_text()
+    assert kill_resume.fingerprint(out) == kill_resume.fingerprint(path_of(whole))
+    assert (out / "samples.txt").read_text() == (path_of(whole) / "samples.txt").read_text()
     assert resumed.validation_loss == whole.validation_loss
     begun_at = [line["step"] for line in RunDirectory(out).provenance()]
     assert begun_at == ([0, last] if last else [0])
