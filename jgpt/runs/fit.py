@@ -463,6 +463,7 @@ def _train(
     config = prepared.trained
     for line in run.changed_code():
         progress.warned(line)
+    run.facts = provenance(config, prepared.dataset)  # with the machine's choices
     first = 0
     init = functools.partial(init_state, config)
     if prepared.initial is not None:
