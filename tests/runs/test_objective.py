@@ -9,7 +9,7 @@ import pytest
 
 import jgpt
 from jgpt.fields import Code, from_json, to_json
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.fit import TrainingStopped
 from tests.commands import jgpt as command
 from tests.commands import refused
 
@@ -78,7 +78,7 @@ def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, 
         resumed.model.token_embedding.embedding[...],  # type: ignore[attr-defined]
     )
     assert min(run.metrics["distance/teacher"][1:]) > 0
-    recorded = jgpt.load(run.directory).config.objective
+    recorded = jgpt.load(run.path).config.objective
     assert isinstance(recorded, Code)
     assert (recorded.name, Path(recorded.file or "").name) == ("distillation", "my.py")
     assert from_json(jgpt.TrainConfig, to_json(run.config)).objective == Code.of(

@@ -14,7 +14,7 @@ import pytest
 
 import jgpt
 from jgpt.fitting.fit import Run
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.fit import TrainingStopped
 from jgpt.training.optimizer import ScheduleFree, make_optimizer, trained_weights
 from tests.commands import jgpt as command
 
@@ -279,7 +279,7 @@ def test_a_schedule_free_optimizer_is_not_averaged_twice():
 def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
     config = dataclasses.replace(config, steps=1)
     run = jgpt.fit(config, optimizer=mup, progress=None)
-    saved = jgpt.load(run.directory, optimizer=mup).config.optimizer
+    saved = jgpt.load(run.path, optimizer=mup).config.optimizer
 
     assert isinstance(run.config.optimizer, WidthConfig)
     assert isinstance(saved, WidthConfig)
