@@ -448,6 +448,7 @@ def _compiled_steps(prepared: Prepared) -> jax.stages.Compiled:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
     config = prepared.trained
     compiled = lower_steps(config).compile()
+    release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
     return compiled
 
@@ -476,7 +477,9 @@ def _train(
     state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
     # Committed to its devices, as the compiled steps return it.
     state = jax.device_put(state, shardings(specs))
-    with Trackers.opened(config, run, is_new=step == first, warn=progress.warned) as trackers:
+    is_new = step == first
+    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
+    with opened as trackers:
         progress.started(config, prepared.dataset, state["model"], step, run.path)
         loop = _Loop(run, prepared, train_steps, state, step, progress, trackers, should_stop)
         loop.run_to_end()

@@ -2,9 +2,13 @@
 
 import dataclasses
 import importlib.util
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +18,6 @@ import pytest
 
 import jgpt
 from jgpt.nn.models import weights_of
-from jgpt.runs.checkpoints import Checkpoints
 from jgpt.runs.directory import RunDirectory
 from tests.commands import jgpt as command
 from tests.commands import refused
@@ -56,21 +59,23 @@ def training(tmp_path, monkeypatch):
     return write
 
 
-def last_weights(run):
+def weights_in(path):
     """The weights of a run's last step, by path."""
-    directory = RunDirectory.open(run.directory)
-    with Checkpoints(directory, run.config, read_only=True) as checkpoints:
-        weights = checkpoints.restore(run.config).weights
+    weights = weights_of(jgpt.load(path, which="last").model)
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
 
 
-def require_equal(module, run, losses, weights):
-    np.testing.assert_array_equal(np.array(losses), run.metrics["loss"][-len(losses) :])
-    expected = last_weights(run)
-    found = jax.tree.leaves_with_path(weights_of(jgpt.load(module.OUT).model))
+def losses_in(path):
+    return [line["loss"] for line in RunDirectory.open(path).metrics()]
+
+
+def require_equal(path, other):
+    assert losses_in(path) == losses_in(other)
+    expected = weights_in(other)
+    found = weights_in(path)
     assert len(found) == len(expected) > 10
-    for path, leaf in found:
-        np.testing.assert_array_equal(leaf, expected[jax.tree_util.keystr(path)])
+    for name, leaf in found.items():
+        np.testing.assert_array_equal(leaf, expected[name])
 
 
 @pytest.mark.slow
@@ -87,35 +92,38 @@ def test_the_written_training_equals_fit_bitwise(training, tmp_path, poem, capsy
         out=str(tmp_path / "fitted"),
     )
 
-    losses, weights = module.main(str(poem))
+    module.main(str(poem))
     run = jgpt.fit(config, progress=None)
 
-    require_equal(module, run, losses, weights)
+    require_equal(module.OUT, run.path)
     # its last tenth in windows that follow each other
     tokens = run.tokenizer.encode(poem.read_text())
     held_out = tokens[int(len(tokens) * 0.9) :]
     starts = range(0, len(held_out) - 11, 11)
     windows = jnp.stack([jnp.asarray(held_out[start : start + 12]) for start in starts])
-    model, _, saved = jgpt.load(module.OUT)
+    model, _, saved = jgpt.load(module.OUT, which="last")
     same_place = {"name": saved.name, "out": saved.out, "sample_tokens": saved.sample_tokens}
     assert saved == dataclasses.replace(run.config, **same_place)
     mean = jgpt.cross_entropy(model(windows[:, :-1]), windows[:, 1:])
     assert f"validation {mean:.3f}\nsaved" in capsys.readouterr().out
+    assert jgpt.evaluate(module.OUT).tokens == len(held_out) - 1  # the same text, by its digest
     other = dataclasses.replace(config, seed=3, out=str(tmp_path / "other"))
-    assert jgpt.fit(other, progress=None).metrics["loss"][-1] != losses[-1]
+    assert losses_in(jgpt.fit(other, progress=None).path)[-1] != losses_in(run.path)[-1]
 
 
 @pytest.mark.slow
 def test_the_default_training_equals_fit_bitwise(training, tmp_path):
     """The first steps of the default config, whose schedule goes on to step 2000."""
-    module = training({"range(STEPS)": "range(4)", "EVAL_INTERVAL == 0": "4 == 0"})
+    module = training(
+        {"while step < STEPS": "while step < 4", "step % EVAL_INTERVAL == 0": "step == 4"}
+    )
     optimizer = jgpt.OptimizerConfig(schedule_steps=2000)
     config = jgpt.TrainConfig(optimizer=optimizer, steps=4, out=str(tmp_path / "fitted"))
 
-    losses, weights = module.main()
+    module.main()
     run = jgpt.fit(config, progress=None)
 
-    require_equal(module, run, losses, weights)
+    require_equal(module.OUT, run.path)
 
 
 @pytest.mark.slow
@@ -125,13 +133,62 @@ def test_the_written_training_takes_the_written_model(training, tmp_path, poem, 
     module = training(
         {**SMALL, f"\n{ours}": "\nfrom my_gpt import GPT, Config as ModelConfig", "= 7": "= 60"}
     )
-    losses, _ = module.main(str(poem))
+    module.main(str(poem))
     sys.modules.pop("my_gpt")
 
+    losses = losses_in(module.OUT)
     assert losses[-1] < losses[0] - 0.3
-    assert "validation" in capsys.readouterr().out
-    sampled = command("sample", module.OUT, "--model", "my_gpt.py:GPT", cwd=tmp_path)
+    named = capsys.readouterr().out.rpartition("next: jgpt ")[2].split()
+    sampled = command(*named, cwd=tmp_path)
     assert sampled.code == 0, sampled.stderr
+
+
+def start(folder, *options):
+    """The file as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "train.py", "poem.txt", *options],
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_written_training_that_is_killed_or_stopped_goes_on_bit_for_bit(
+    training, tmp_path, poem, number
+):
+    longer = {**SMALL, "= 7": "= 400", "= 3": "= 20"}
+    module = training(longer)
+    shutil.copy(poem, tmp_path / "poem.txt")
+    assert start(tmp_path).communicate()[1] == ""
+    straight = Path(module.OUT).rename(tmp_path / "straight")
+
+    for steps in (1, 25, 130, 333):
+        process = start(tmp_path, "--resume")
+        while len(lines_of(module.OUT)) < steps:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, error = process.communicate()
+        if number == signal.SIGINT:
+            assert process.returncode == 1
+            assert re.search(
+                r"^stopped at step \d+; next: the same command with --resume", error, re.M
+            )
+            assert RunDirectory.open(module.OUT).checkpoint_steps()[-1] == len(lines_of(module.OUT))
+    resumed = start(tmp_path, "--resume")
+    _, error = resumed.communicate()
+    assert resumed.returncode == 0, error
+
+    require_equal(module.OUT, straight)
+
+
+def lines_of(path):
+    file = Path(path) / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def plot(
     """
     path = path_to_write(out, ".png", ".svg")
     with terminal.importing():
-        from jgpt.runs.plots import metric_image, runs_image
         from jgpt.runs.directory import RunDirectory
+        from jgpt.runs.plots import metric_image, runs_image
 
     opened = [RunDirectory.open(run) for run in runs]
     if metric is None:
