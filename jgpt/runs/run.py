@@ -179,7 +179,6 @@ class OpenRun:
         self._code = code
         self._writes = process_index() == 0
         self._inode: int | None = None
-        self._is_begun = False
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         self._logged = 0
@@ -338,7 +337,6 @@ class OpenRun:
             self.config.keep_best,
             self.config.keep_every,
         )
-        self._is_begun = True
         self._logged = step
         for line in self.metrics():
             self._seconds_before = line.get("seconds", self._seconds_before)
@@ -370,6 +368,7 @@ class OpenRun:
         The loss is written into the step's line of metrics first. Raises FloatingPointError for a
         loss or a model that isn't finite, and OSError if this or the last save failed.
         """
+        checkpoints = self._open_checkpoints()
         if validation_loss is not None:
             if not self._pending or self._pending[-1][0] != step:
                 self._pending.append((step, {}))
@@ -385,7 +384,7 @@ class OpenRun:
         if validation_loss is not None:
             loss = float(validation_loss)
         with raise_in_all_processes():
-            self._open_checkpoints().save(step, state, loss)
+            checkpoints.save(step, state, loss)
         self._saved = step
         self._last_save = time.monotonic()
 
@@ -426,6 +425,7 @@ class OpenRun:
         steps. It never waits for the device: values that are computed are written, the rest at a
         save and at the end. A loss that isn't finite raises FloatingPointError then.
         """
+        self._open_checkpoints()
         if step <= self._logged:
             raise ValueError(f"step {step} is logged after step {self._logged}")
         metrics = {"loss": loss, **others}
