@@ -237,7 +237,7 @@ class OpenRun:
             try:
                 yield
             finally:
-                if not self._is_begun and not had_lock and self._is_in_place():
+                if self._checkpoints is None and not had_lock and self._is_in_place():
                     lock.unlink()
                     for folder in missing:
                         with contextlib.suppress(OSError):  # another process has filled it
