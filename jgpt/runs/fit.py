@@ -64,9 +64,11 @@ from jgpt.shapes.proofs import prove
 from jgpt.training.complete import complete, require_memory
 from jgpt.training.evaluation import Evaluator, targets_of
 from jgpt.training.memory import lower_steps, memory_of
+from jgpt.training.objective import objective_of
 from jgpt.training.placement import bytes_of, parameters_without_names
 from jgpt.training.plan import Plan, make_plan, with_process_memory
 from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
+from jgpt.training.step import StepsWithArrays
 from jgpt.user_code import code_facts, custom_code, describe_error, files_of_code, with_code
 from jgpt.words import format_bytes
 
@@ -444,19 +446,22 @@ def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[
 # --- train ----------------------------------------------------------------------------------------
 
 
-def _compiled_steps(prepared: Prepared) -> jax.stages.Compiled:
+def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
     config = prepared.trained
     compiled = lower_steps(config).compile()
     release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
-    return compiled
+    _, arrays = objective_of(config)
+    if not arrays:
+        return compiled
+    return StepsWithArrays(compiled, arrays)
 
 
 def _train(
     run: OpenRun,
     prepared: Prepared,
-    train_steps: jax.stages.Compiled,
+    train_steps: Callable[..., Any],
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
@@ -492,7 +497,7 @@ class _Loop:
         self,
         run: OpenRun,
         prepared: Prepared,
-        train_steps: jax.stages.Compiled,
+        train_steps: Callable[..., Any],
         state: State,
         step: int,
         progress: Progress,
