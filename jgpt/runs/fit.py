@@ -452,10 +452,10 @@ def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     compiled = lower_steps(config).compile()
     release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
-    _, objective_arrays = objective_of(config)
-    if objective_arrays:
-        return StepsWithArrays(compiled, objective_arrays)
-    return compiled
+    _, arrays = objective_of(config)
+    if not arrays:
+        return compiled
+    return StepsWithArrays(compiled, arrays)
 
 
 def _train(

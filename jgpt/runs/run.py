@@ -61,7 +61,7 @@ from jgpt.runs.directory import (
 from jgpt.runs.provenance import known_digest, provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code, custom_code, with_code
+from jgpt.user_code import changed_code, custom_code, require_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -280,7 +280,11 @@ class OpenRun:
             )
 
     def _require_same(self) -> None:
+        # with the fields of config classes of one's own
         saved = with_code(self._directory.config(), **custom_code(self.config))
+        for part, make in custom_code(saved).items():
+            if make is not None:
+                require_code(make, part)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
         digest = known_digest(self._directory.provenance())
         if digest is not None and digest != self.dataset.digest:

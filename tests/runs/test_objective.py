@@ -161,7 +161,7 @@ def test_the_commands_take_an_objective_and_plot_its_metrics(file, tmp_path, poe
     sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
     given = ("train", "tiny", "--data", poem, *sizes, "--steps", "2", "--sample-tokens", "0")
     line = refused(*given, "--objective", "my.py:fails", "--out", "wrong", cwd=tmp_path)
-    assert line.startswith("jgpt: my.py, line 34: return model.nothing: AttributeError: ")
+    assert line.startswith("jgpt: my.py, line 35: return model.nothing: AttributeError: ")
 
     done = command(*given, "--objective", "my.py:halved", "--out", "r", cwd=tmp_path)
 
@@ -176,5 +176,5 @@ def test_the_commands_take_an_objective_and_plot_its_metrics(file, tmp_path, poe
         assert drawn.code == 0, drawn.stderr
         assert picture.read_bytes().startswith(b"<?xml")
     misspelt = refused("plot", "r", "--metric", "mine/halt", "--out", "n.svg", cwd=tmp_path)
-    assert "r has no metric 'mine/halt' (did you mean 'mine/half'?)" in misspelt
+    assert "r has no metric 'mine/halt' (did you mean 'mine'?)" in misspelt
     assert not (tmp_path / "n.svg").exists()

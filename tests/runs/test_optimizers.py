@@ -99,7 +99,7 @@ def test_an_optimizer_trains_and_is_resumed_bitwise(name, run_of, config, tmp_pa
     resumed = stopped_and_resumed(config, MAKES[name], tmp_path)
 
     losses = run.metrics["loss"]
-    assert losses[-1] < losses[1]
+    assert losses[-1] < losses[0]
     np.testing.assert_array_equal(losses, resumed.metrics["loss"])
     assert run.validation_loss == resumed.validation_loss
 
@@ -188,7 +188,7 @@ def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
 
     sharded_run = jgpt.fit(sharded, optimizer=MAKES[name], progress=None)
 
-    losses = run.metrics["loss"][:4]
+    losses = run.metrics["loss"][:3]
     np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)
 
 
