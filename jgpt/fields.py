@@ -199,7 +199,7 @@ def _name_in_its_module(make: Any) -> str:
     Its own name may be another one: that of a class that a function made, or of an object's class.
     """
     module = getattr(make, "__module__", None) or type(make).__module__
-    for name, value in vars(sys.modules.get(module, object())).items():
+    for name, value in getattr(sys.modules.get(module), "__dict__", {}).items():
         if value is make:
             return name
     return getattr(make, "__qualname__", type(make).__qualname__)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from jgpt.config import ModelConfig
-from jgpt.nn.models import LanguageModel, Weights, abstract_model, weights_of
+from jgpt.nn.models import LanguageModel, Weights, abstract_model
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
@@ -107,7 +107,8 @@ def _merge_like(model: LanguageModel) -> Callable[[Weights], LanguageModel]:
     one."""
     # Taken once, outside of the traced function, so that each `merge` depends only on weights.
     graph = nnx.graphdef(model)
-    model_weights = weights_of(model)
+    # All of its state: a model that another training made may hold more than parameters.
+    model_weights = nnx.to_pure_dict(nnx.state(model))
 
     def as_in_model(leaf, model_leaf):
         return leaf.astype(model_leaf.dtype)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jgpt.files import sha256_of, sync_below, sync_directory, write_file
 from jgpt.hardware import process_index
+from jgpt.runs.directory import steps_in
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
@@ -63,11 +64,12 @@ class Checkpoints:
 
     def _finish(self, step: int, response: Any, began: float) -> None:
         """Wait for Orbax, write the sums, and only then delete old checkpoints."""
+        folder = self._folder / str(step)
         try:
             response.result()
             if process_index() == 0:
-                folder = self._folder / str(step)
                 sync_below(folder)
+                sync_directory(folder)
                 sums = {}
                 for path in sorted(folder.rglob("*")):
                     if path.is_file():
@@ -77,6 +79,8 @@ class Checkpoints:
         except Exception as error:
             if process_index() == 0:
                 with contextlib.suppress(OSError):
+                    if not _sums_of(folder).exists() and folder.exists():
+                        folder.rename(self._folder / f"deleted-{step}")
                     clean(self._folder)  # a full disk has this space again
             raise self._failed(step, error) from error
         finally:
@@ -133,13 +137,6 @@ def clean(folder: Path) -> None:
         step = path.name.partition(".")[0]
         if path.name.endswith(".partial") or not (folder / step).exists():
             path.unlink(missing_ok=True)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def loss_of(folder: Path, step: int) -> float | None:
@@ -245,7 +242,11 @@ def _verify(path: Path) -> None:
     sums = _sums_of(path)
     if not sums.is_file():
         return  # killed right after Orbax had named the complete folder
-    for name, digest in json.loads(sums.read_text()).items():
+    try:
+        digests = json.loads(sums.read_text()).items()
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{sums} is damaged") from error
+    for name, digest in digests:
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Integer
 
 from jgpt.config import DataConfig
@@ -16,7 +17,6 @@ from jgpt.data.encode import Tokenizer, count_characters
 from jgpt.fields import Make
 from jgpt.hardware import this_machine
 from jgpt.nn.loss import bits_per_character
-from jgpt.nn.models import weights_of
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
@@ -92,7 +92,7 @@ def evaluate(
         tokens = _tokens_of(dataset, split, opened.path)
     # The evaluator takes the length of its windows from the config; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size))
-    weights = weights_of(loaded)
+    weights = nnx.to_pure_dict(nnx.state(loaded))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
     # on the mesh that is set, and not on that of the training
     machine = replace(this_machine(), devices=1)

@@ -57,16 +57,18 @@ from jgpt.runs.load import load
 from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import known_digest, known_initial, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
-from jgpt.runs.run import OpenRun, Run
+from jgpt.runs.run import OpenRun, Request, Run
 from jgpt.runs.trackers import Trackers, require_tracker
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 from jgpt.training.complete import complete, require_memory
 from jgpt.training.evaluation import Evaluator, targets_of
 from jgpt.training.memory import lower_steps, memory_of
+from jgpt.training.objective import objective_of
 from jgpt.training.placement import bytes_of, parameters_without_names
 from jgpt.training.plan import Plan, make_plan, with_process_memory
 from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
+from jgpt.training.step import StepsWithArrays
 from jgpt.user_code import code_facts, custom_code, describe_error, files_of_code, with_code
 from jgpt.words import format_bytes
 
@@ -444,18 +446,22 @@ def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[
 # --- train ----------------------------------------------------------------------------------------
 
 
-def _compiled_steps(prepared: Prepared) -> jax.stages.Compiled:
+def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
     config = prepared.trained
     compiled = lower_steps(config).compile()
+    release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
-    return compiled
+    _, arrays = objective_of(config)
+    if not arrays:
+        return compiled
+    return StepsWithArrays(compiled, arrays)
 
 
 def _train(
     run: OpenRun,
     prepared: Prepared,
-    train_steps: jax.stages.Compiled,
+    train_steps: Callable[..., Any],
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
@@ -463,6 +469,7 @@ def _train(
     config = prepared.trained
     for line in run.changed_code():
         progress.warned(line)
+    run.facts = provenance(config, prepared.dataset)  # with what the machine decided
     first = 0
     init = functools.partial(init_state, config)
     if prepared.initial is not None:
@@ -475,10 +482,12 @@ def _train(
     state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
     # Committed to its devices, as the compiled steps return it.
     state = jax.device_put(state, shardings(specs))
-    with Trackers.opened(config, run, is_new=step == first, warn=progress.warned) as trackers:
-        loop = _Loop(run, prepared, train_steps, step, progress, trackers, should_stop)
+    is_new = step == first
+    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
+    with opened as trackers:
         progress.started(config, prepared.dataset, state["model"], step, run.path)
-        loop.run_to_end(state)
+        loop = _Loop(run, prepared, train_steps, state, step, progress, trackers, should_stop)
+        loop.run_to_end()
 
 
 class _Loop:
@@ -488,7 +497,8 @@ class _Loop:
         self,
         run: OpenRun,
         prepared: Prepared,
-        train_steps: jax.stages.Compiled,
+        train_steps: Callable[..., Any],
+        state: State,
         step: int,
         progress: Progress,
         trackers: Trackers,
@@ -497,6 +507,7 @@ class _Loop:
         self.run = run
         self.config = prepared.trained
         self.train_steps = train_steps
+        self.state = state
         self.step = step
         self.progress = progress
         self.trackers = trackers
@@ -516,26 +527,27 @@ class _Loop:
         self.clock = time.monotonic()
         run.report = self._report
 
-    def run_to_end(self, state: State) -> None:
+    def run_to_end(self) -> None:
         """Train, evaluate and save to the last step."""
         config = self.config
         losses = _losses_for_patience(self.run.metrics(), config.eval_interval)
         self.clock = time.monotonic()
         try:
             while self.step < config.steps and not _stops_early(losses, config.patience):
-                state = self._take_steps(state)
+                self._take_steps()
                 if self._is_evaluated(self.step):
-                    loss = self._evaluate(state)
+                    loss = self._evaluate()
                     if self.step % config.eval_interval == 0 or self.step == config.steps:
                         losses.append(loss)
-                self._answer_request(state)
+                self._answer_request()
         except FloatingPointError as error:
-            self._keep_last_good_state(state, error)
+            self._keep_last_good_state(error)
         if self.step < config.steps:
             self.progress.warned(
                 f"stopped at step {self.step} of {config.steps}: no better validation loss "
                 f"in `patience={config.patience!r}` evaluations"
             )
+        self.state = {}  # its memory is for the model that samples
 
     def _is_evaluated(self, step: int) -> bool:
         """Return whether a step is evaluated: also the first one early, so that a run that fails
@@ -543,7 +555,7 @@ class _Loop:
         interval = self.config.eval_interval
         return step % interval == 0 or step in (interval // 8, self.config.steps)
 
-    def _take_steps(self, state: State) -> State:
+    def _take_steps(self) -> None:
         """Make one call of steps, and read the metrics of the call before while it computes."""
         config = self.config
         count = self._steps_of_call()
@@ -557,14 +569,14 @@ class _Loop:
             count=count,
         )
         numbers = np.int32(count), np.int32(self.step)
-        state, metrics = self.train_steps(state, windows, self.key, *numbers, self.taken)
+        # The old state is donated, and what is read below may raise an error.
+        self.state, metrics = self.train_steps(self.state, windows, self.key, *numbers, self.taken)
         self.taken = metrics.taken
         before = self.unread
         self.unread = (self.step, count, metrics)
         self.step += count
         if before is not None:
             self._read(before)
-        return state
 
     def _steps_of_call(self) -> int:
         """Return the number of steps in the next call, at most to the next evaluation."""
@@ -628,15 +640,17 @@ class _Loop:
             self.progress.stepped(line["step"], line["loss"], line["tokens_per_second"])
         self.trackers.log(line)
 
-    def _evaluate(self, state: State) -> float:
+    def _evaluate(self) -> float:
         """Evaluate and save the state after a step."""
         self._read_all()
 
         def between(done: int, targets: int) -> None:
             self.progress.evaluating(done, targets)
-            self._answer_request(state)
+            # The save that is due has this loss. The last evaluation is finished in any case.
+            if self._request() == "stop" and self.step < self.config.steps:
+                self._save_and_stop()
 
-        loss = self.evaluator.mean(state["model"], between)
+        loss = self.evaluator.mean(self.state["model"], between)
         if not math.isfinite(loss):
             advice = "lower `learning_rate`"
             # The average is what was evaluated, so it may be the cause even if the weights are
@@ -646,36 +660,44 @@ class _Loop:
             raise FloatingPointError(
                 f"the validation loss is {loss} after step {self.step}: {advice}"
             )
-        self.run.save(self.step, state, validation_loss=loss)
+        self.run.save(self.step, self.state, validation_loss=loss)
         self.progress.evaluated(self.step, loss)
         self.clock = time.monotonic()
         return loss
 
-    def _answer_request(self, state: State) -> None:
-        """Save if it is time, and stop if any process was asked to, or can't write."""
+    def _request(self) -> Request:
         if self.should_stop() or self.trackers.failure is not None:
             self.run.stop()
-        request = self.run.request()
-        if request is None:
-            return
-        self._read_all()
-        self.run.save(self.step, state)
-        self.clock = time.monotonic()
-        if request == "stop":
-            self.run.wait()
-            with raise_in_all_processes():
-                if self.trackers.failure is not None:
-                    raise self.trackers.failure
-            if self.step < self.config.steps:
-                raise TrainingStopped(self.step, self.run.path)
+        return self.run.request()
 
-    def _keep_last_good_state(self, state: State, error: FloatingPointError) -> NoReturn:
+    def _answer_request(self) -> None:
+        """Save if it is time, and stop if any process was asked to, or can't write."""
+        request = self._request()
+        if request == "save":
+            self._read_all()
+            self.run.save(self.step, self.state)
+            self.clock = time.monotonic()
+        elif request == "stop":
+            self._save_and_stop()
+
+    def _save_and_stop(self) -> None:
+        """Save and raise TrainingStopped, unless all steps are taken."""
+        self._read_all()
+        self.run.save(self.step, self.state)
+        self.run.wait()
+        with raise_in_all_processes():
+            if self.trackers.failure is not None:
+                raise self.trackers.failure
+        if self.step < self.config.steps:
+            raise TrainingStopped(self.step, self.run.path)
+
+    def _keep_last_good_state(self, error: FloatingPointError) -> NoReturn:
         """Save the last state that was finite, if it is, and name the checkpoint that is kept."""
         taken = int(self.taken)
-        loss = self.evaluator.mean(state["model"])
+        loss = self.evaluator.mean(self.state["model"])
         # A step that was not finite left the state as it was.
         if math.isfinite(loss) and 0 < taken < self.step:
-            self.run.save(taken, state)
+            self.run.save(taken, self.state)
         self.run.wait()
         advice = "nothing was saved yet"
         if steps := self.run.steps():

@@ -20,7 +20,7 @@ from jgpt.parallel.rules import abstract_arrays
 from jgpt.runs.checkpoints import choose, load_checkpoint
 from jgpt.runs.directory import RunDirectory, run_and_step
 from jgpt.runs.load import load, load_pretrained
-from jgpt.runs.resume import OF_THE_STATE, fields_of
+from jgpt.runs.resume import MAY_DIFFER, OF_THE_STATE, fields_of
 from jgpt.training.optimizer import is_trainable
 from jgpt.training.state import State, abstract_state, state_specs
 from jgpt.user_code import custom_code, with_code
@@ -103,7 +103,7 @@ def require_same_moments(initial: Initial, config: TrainConfig) -> None:
     old = dict(fields_of(saved))
     differences = []
     for name, new in fields_of(config):
-        if name.startswith(OF_THE_STATE) and old.get(name) != new:
+        if name.startswith(OF_THE_STATE) and name not in MAY_DIFFER and old.get(name) != new:
             differences.append(f"`{name}` is {old.get(name)!r} there, {new!r} in the config")
     raise ValueError(
         f"the moments of {initial.source} are of another optimizer or model: "

@@ -61,7 +61,7 @@ from jgpt.runs.directory import (
 from jgpt.runs.provenance import known_digest, provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code
+from jgpt.user_code import changed_code, custom_code, require_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -179,7 +179,6 @@ class OpenRun:
         self._code = code
         self._writes = process_index() == 0
         self._inode: int | None = None
-        self._is_begun = False
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         self._logged = 0
@@ -238,7 +237,7 @@ class OpenRun:
             try:
                 yield
             finally:
-                if not RunDirectory.exists(self.path) and not had_lock and self._is_in_place():
+                if self._checkpoints is None and not had_lock and self._is_in_place():
                     lock.unlink()
                     for folder in missing:
                         with contextlib.suppress(OSError):  # another process has filled it
@@ -271,6 +270,7 @@ class OpenRun:
                     f"another, such as {self.path / self.config.name}"
                 )
             return
+        self._directory.config()  # raises for a config.json of another program, which stays
         if self._resume and self._directory.checkpoint_steps():
             self._require_same()
         elif self._directory.has_trained() and not (self._resume or self._overwrite):
@@ -280,7 +280,11 @@ class OpenRun:
             )
 
     def _require_same(self) -> None:
-        saved = self._directory.config()
+        # with the fields of config classes of one's own
+        saved = with_code(self._directory.config(), **custom_code(self.config))
+        for part, make in custom_code(saved).items():
+            if make is not None:
+                require_code(make, part)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
         digest = known_digest(self._directory.provenance())
         if digest is not None and digest != self.dataset.digest:
@@ -337,7 +341,6 @@ class OpenRun:
             self.config.keep_best,
             self.config.keep_every,
         )
-        self._is_begun = True
         self._logged = step
         for line in self.metrics():
             self._seconds_before = line.get("seconds", self._seconds_before)
@@ -369,6 +372,7 @@ class OpenRun:
         The loss is written into the step's line of metrics first. Raises FloatingPointError for a
         loss or a model that isn't finite, and OSError if this or the last save failed.
         """
+        checkpoints = self._open_checkpoints()
         if validation_loss is not None:
             if not self._pending or self._pending[-1][0] != step:
                 self._pending.append((step, {}))
@@ -384,7 +388,7 @@ class OpenRun:
         if validation_loss is not None:
             loss = float(validation_loss)
         with raise_in_all_processes():
-            self._open_checkpoints().save(step, state, loss)
+            checkpoints.save(step, state, loss)
         self._saved = step
         self._last_save = time.monotonic()
 
@@ -425,6 +429,7 @@ class OpenRun:
         steps. It never waits for the device: values that are computed are written, the rest at a
         save and at the end. A loss that isn't finite raises FloatingPointError then.
         """
+        self._open_checkpoints()
         if step <= self._logged:
             raise ValueError(f"step {step} is logged after step {self._logged}")
         metrics = {"loss": loss, **others}

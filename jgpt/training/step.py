@@ -314,12 +314,12 @@ def _make_loss(config: TrainConfig) -> tuple[LossFunction, list[Any]]:
 
 
 class StepsWithArrays:
-    """Jitted train steps that get an objective's arrays as their last argument.
+    """Jitted or compiled train steps that get an objective's arrays as their last argument.
 
     On a mesh, every device has a copy of them.
     """
 
-    def __init__(self, steps: jax.stages.Wrapped, arrays: list[Any]) -> None:
+    def __init__(self, steps: Any, arrays: list[Any]) -> None:
         self._steps = steps
         self._arrays = arrays
 

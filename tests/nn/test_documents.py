@@ -170,3 +170,19 @@ def test_without_documents_a_block_of_one_s_own_needs_no_mask():
     np.testing.assert_array_equal(own(tokens), plain(tokens))
     with pytest.raises(TypeError, match="mask"):
         own.hidden(tokens, documents=documents)
+
+
+def test_dropout_of_attention_leaves_documents_apart():
+    """With dropout another kernel computes the weights, which must take the mask, too."""
+    model = random_gpt("modern", dropout=0.3)
+    documents = jnp.asarray(np.repeat([0, 1, 2], LENGTHS)[None])
+    tokens = tokens_of(1, batch=1)
+    first, *_ = LENGTHS
+    others = tokens.at[0, :first].set((tokens[0, :first] + 1) % model.vocab_size)
+
+    def states(tokens):
+        rngs = nnx.Rngs(dropout=jax.random.key(3))
+        return model.hidden(tokens, documents=documents, rngs=rngs)
+
+    np.testing.assert_array_equal(states(tokens)[0, first:], states(others)[0, first:])
+    assert not np.array_equal(states(tokens)[0, :first], states(others)[0, :first])

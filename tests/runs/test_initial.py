@@ -13,7 +13,7 @@ from flax import nnx
 import jgpt
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import parse
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.fit import TrainingStopped
 from jgpt.nn.models import named_parameters
 from jgpt.runs.directory import RunDirectory
 from tests.commands import jgpt as command
@@ -62,7 +62,7 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     stopped_config = dataclasses.replace(config, out=str(out))
     given: dict[str, Any] = {
         "model": LoRAGPT,
-        "initial": str(trained.directory),
+        "initial": str(trained.path),
         "trainable": ("*.lora_?",),
         "progress": None,
     }
@@ -72,7 +72,7 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
         begun = (out / "config.json").exists()
         return begun and next(stops)
 
-    before = arrays_of(jgpt.load(trained.directory).model)
+    before = arrays_of(jgpt.load(trained.path).model)
     run = jgpt.fit(config, **given)
     with pytest.raises(TrainingStopped):
         jgpt.fit(stopped_config, **given, should_stop=should_stop)
@@ -86,18 +86,18 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     assert set(after) - set(before) == {lora_a, lora_b}
     assert np.abs(after[lora_b]).max() > 0
     np.testing.assert_array_equal(run.metrics["loss"], resumed.metrics["loss"])
-    initial = RunDirectory.open(run.directory).provenance()[0]["initial"]
-    assert initial["source"] == str(trained.directory)
+    initial = RunDirectory.open(run.path).provenance()[0]["initial"]
+    assert initial["source"] == str(trained.path)
     assert len(initial["weights_sha256"]) == 64
     # only the moments of the two trained arrays are stored
-    stored = run.directory / "checkpoints" / "4" / "optimizer"
+    stored = run.path / "checkpoints" / "4" / "optimizer"
     moments = [path.name for path in stored.iterdir() if ".mu." in path.name]
     assert len(moments) == 2
 
 
 @pytest.mark.slow
 def test_all_weights_are_those_of_the_model(trained, config):
-    model = jgpt.load(trained.directory).model
+    model = jgpt.load(trained.path).model
     config = dataclasses.replace(config, steps=1)
     run = jgpt.fit(config, initial=model, progress=None)
     other = jgpt.fit(dataclasses.replace(config, out=f"{config.out}-2"), progress=None)
@@ -127,16 +127,16 @@ def wrapping(config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> jgpt.GPT:
 def test_weights_of_another_architecture_and_patterns_are_refused(trained, config, tmp_path):
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=31))
     with pytest.raises(ValueError, match=r"another architecture: blocks.0.feed_forward.\S+ is \("):
-        jgpt.fit(wider, initial=trained.directory, progress=None)
+        jgpt.fit(wider, initial=trained.path, progress=None)
     with pytest.raises(
         ValueError, match=r"another architecture: blocks\.0\.feed_forward\.lora_a is a"
     ):
-        jgpt.fit(config, model=LoRAGPT, initial=trained.directory, progress=None)
+        jgpt.fit(config, model=LoRAGPT, initial=trained.path, progress=None)
     with pytest.raises(ValueError, match=r"feed_forward\.base\.\S+ is absent in it, .*`trainable="):
         jgpt.fit(
             config,
             model=wrapping,
-            initial=trained.directory,
+            initial=trained.path,
             trainable=("*.lora_?",),
             progress=None,
         )
@@ -144,24 +144,22 @@ def test_weights_of_another_architecture_and_patterns_are_refused(trained, confi
     with pytest.raises(
         ValueError, match=r"of the config; with `positions='rotary'` a block has any"
     ):
-        jgpt.fit(
-            dataclasses.replace(config, model=longer), initial=trained.directory, progress=None
-        )
+        jgpt.fit(dataclasses.replace(config, model=longer), initial=trained.path, progress=None)
     with pytest.raises(ValueError, match=r"`trainable=\('\*\.lora',\)` fits no parameter"):
         jgpt.fit(config, trainable=("*.lora",), progress=None)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_command_starts_from_a_run(trained, tmp_path, poem):
-    given = ("train", "--initial", trained.directory, "--steps", "1", "--sample-tokens", "0")
+    given = ("train", "--initial", trained.path, "--steps", "1", "--sample-tokens", "0")
     done = command(*given, "--trainable", "blocks.*", "--out", "r", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    before = arrays_of(jgpt.load(trained.directory).model)
+    before = arrays_of(jgpt.load(trained.path).model)
     after = arrays_of(jgpt.load(tmp_path / "r").model)
     assert (after["token_embedding.embedding"] == before["token_embedding.embedding"]).all()
     assert any((after[name] != before[name]).any() for name in after)
     assert "another architecture" in refused(
-        "train", "tiny", "--data", poem, "--initial", trained.directory, cwd=tmp_path
+        "train", "tiny", "--data", poem, "--initial", trained.path, cwd=tmp_path
     )
 
 
@@ -208,7 +206,7 @@ def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
 ):
     """They had no effect, and nothing said so."""
     for preset in ((), ("tiny",)):
-        said = refused("train", *preset, "--initial", trained.directory, *named, cwd=tmp_path)
+        said = refused("train", *preset, "--initial", trained.path, *named, cwd=tmp_path)
 
         option, value = named
         assert said.endswith(f"has a tokenizer, which the run takes: leave out {option} {value}")
@@ -226,7 +224,7 @@ def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
         return parse(COMMANDS["train"], "train", words)["config"].dataset
 
     assert named(run, "--tokenizer", "bpe", "--bpe-vocab-size", "263").bpe_vocab_size == 263
-    assert named(trained.directory, "--tokenizer", "char").tokenizer == "char"
+    assert named(trained.path, "--tokenizer", "char").tokenizer == "char"
     with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='char'`"):
         named(run, "--tokenizer", "char")
     tokenizer.to_hf().model.save(str(tmp_path))
@@ -253,14 +251,12 @@ def test_only_the_code_of_the_model_is_needed_to_start_from_a_run(copy, tmp_path
 def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
     other = dataclasses.replace(config.dataset, tokenizer="byte")
     with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='byte'`"):
-        jgpt.fit(
-            dataclasses.replace(config, dataset=other), initial=trained.directory, progress=None
-        )
+        jgpt.fit(dataclasses.replace(config, dataset=other), initial=trained.path, progress=None)
 
     size = trained.tokenizer.vocab_size
     numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
     with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
-        jgpt.fit(config, dataset=numbers, initial=trained.directory, progress=None)
+        jgpt.fit(config, dataset=numbers, initial=trained.path, progress=None)
     assert not (tmp_path / "run").exists()
 
 
@@ -268,7 +264,7 @@ def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trai
     (tmp_path / "a.txt").write_text("Q" * 99)
     text = ("--data", "a.txt")
 
-    said = refused("train", "--initial", trained.directory, *text, cwd=tmp_path)
+    said = refused("train", "--initial", trained.path, *text, cwd=tmp_path)
 
     assert "unknown character 'Q' at position 0: the vocabulary is" in said
 
@@ -276,7 +272,7 @@ def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trai
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
     """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out `initial="):
-        jgpt.fit(copy, resume=True, initial=trained.directory, progress=None)
+        jgpt.fit(copy, resume=True, initial=trained.path, progress=None)
 
 
 def test_the_advice_about_a_damaged_checkpoint_can_be_followed(trained, copy, config, tmp_path):
@@ -299,25 +295,25 @@ def test_the_advice_about_a_damaged_checkpoint_can_be_followed(trained, copy, co
 
 
 def test_a_checkpoint_in_place_of_its_run_is_named(trained, tmp_path):
-    checkpoint = trained.directory / "checkpoints" / "11"
+    checkpoint = trained.path / "checkpoints" / "11"
     for words in (("--resume", "--out"), ("--initial",)):
         said = refused("train", *words, checkpoint, cwd=tmp_path)
 
-        assert said.endswith(f"is a checkpoint, not a run directory: give {trained.directory}")
+        assert said.endswith(f"is a checkpoint, not a run directory: give {trained.path}")
 
 
 def test_a_run_that_would_delete_the_weights_it_starts_from_is_refused(config, tmp_path):
     first = jgpt.fit(config, progress=None)
     link = tmp_path / "link"
-    link.symlink_to(first.directory)
+    link.symlink_to(first.path)
     other = dataclasses.replace(config, steps=2)
 
-    for initial in (first.directory, link):
+    for initial in (first.path, link):
         with pytest.raises(
             ValueError, match=r"`overwrite=True` would delete the weights of .*: give"
         ):
             jgpt.fit(other, initial=initial, overwrite=True, progress=None)
 
-    saved = jgpt.load(first.directory)
+    saved = jgpt.load(first.path)
     assert saved.config.steps == 4
     assert arrays_of(saved.model).keys() == arrays_of(first.model).keys()

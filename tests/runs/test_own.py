@@ -22,7 +22,7 @@ import jgpt
 from jgpt.config import TrainConfig
 from jgpt.fields import Code, from_json, to_json
 from jgpt.fitting.evaluate import evaluate
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.fit import TrainingStopped
 from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.nn.models import create_model, weight_dimensions, weights_of
@@ -176,7 +176,7 @@ def test_a_run_of_its_own_is_resumed_bitwise(own_run, stopped, capsys, monkeypat
 
 @pytest.mark.slow
 def test_a_run_of_its_own_is_loaded_and_evaluated(own_run):
-    directory = own_run.directory
+    directory = own_run.path
 
     model, tokenizer, found = jgpt.load(directory, model=Sums)
 
@@ -643,7 +643,7 @@ def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_pa
 
 
 def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
-    run = trained.directory
+    run = trained.path
     model = ("--model", "nothere.py:GPT")
     for words in (
         ("train", *model),

@@ -15,9 +15,9 @@ import pytest
 
 from jgpt import OptimizerConfig, TrainConfig, fit
 from jgpt.fields import as_dict
-from jgpt.fitting import trackers
-from jgpt.fitting.trackers import require_tracker
+from jgpt.runs import trackers
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.trackers import require_tracker
 from tests.commands import files_of_at_most
 from tests.runs.harness import BIGRAM, Heard, with_changes
 
@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_or_blocks_ends_the_run_with_one_line_and_its_state
     tracker = Failing(3, fail)
     monkeypatch.setattr(trackers, "LOG_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: tracker)
-    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.runs.fit.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
     with_tracker = dataclasses.replace(config, trackers=("wandb",))
     shorter = dataclasses.replace(config, trackers=(), steps=20)
@@ -170,7 +170,7 @@ def test_a_tracker_is_told_whether_the_run_is_resumed(small_run, tmp_path, monke
         return types.SimpleNamespace(log=lambda values, step: None, close=lambda: None)
 
     monkeypatch.setattr(trackers, "require_tracker", lambda name: open_tracker)
-    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.runs.fit.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=3, out=str(tmp_path / "run"))
     config = dataclasses.replace(config, trackers=("wandb",))
     fit(config, progress=None)
@@ -183,7 +183,7 @@ def test_a_tracker_is_told_whether_the_run_is_resumed(small_run, tmp_path, monke
 def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "require_tracker", lambda name: lambda *_: Failing(99, never))
-    monkeypatch.setattr("jgpt.fitting.prepare.require_tracker", lambda name: None)
+    monkeypatch.setattr("jgpt.runs.fit.require_tracker", lambda name: None)
     config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
     heard = Heard()
     fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)

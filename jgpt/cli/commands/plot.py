@@ -19,12 +19,12 @@ def plot(
 
     Args:
         runs: Run directories.
-        metric: Another metric of metrics.jsonl, or a group such as gradient_norms, against steps.
+        metric: Another metric of metrics.jsonl, or a group such as norms of norms/head.
     """
     path = path_to_write(out, ".png", ".svg")
     with terminal.importing():
-        from jgpt.runs.plots import metric_image, runs_image
         from jgpt.runs.directory import RunDirectory
+        from jgpt.runs.plots import metric_image, runs_image
 
     opened = [RunDirectory.open(run) for run in runs]
     if metric is None:

@@ -123,7 +123,10 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     seconds = time.perf_counter() - began
     sampling = shell_command("sample", run.path, *code)
     evaluate = shell_command("eval", run.path, *code)
-    lines.append(f"best validation loss {run.validation_loss:.4f}, total time {seconds:.0f} s")
+    loss = "no validation loss"  # stopped in its only evaluation
+    if run.validation_loss is not None:
+        loss = f"best validation loss {run.validation_loss:.4f}"
+    lines.append(f"{loss}, total time {seconds:.0f} s")
     files = "checkpoints, metrics.jsonl, samples.txt, loss.png"
     lines.append(f"run directory: {run.path} ({files})")
     lines.append(f"next: {sampling}   or   {evaluate}")
