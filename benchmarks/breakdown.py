@@ -7,6 +7,7 @@ run in parallel, so only the shares are meaningful.
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from runner import Figures
@@ -96,9 +97,11 @@ def step(config: str) -> Figures:
     from jgpt.config import TrainConfig
     from jgpt.fields import from_json
     from jgpt.hardware import current_platform
-    from jgpt.nn.precision import run_for_platform
+    from jgpt.nn.precision import for_platform
 
-    train_config = run_for_platform(from_json(TrainConfig, config), current_platform())
+    train_config = from_json(TrainConfig, config)
+    model = for_platform(train_config.model, current_platform())
+    train_config = replace(train_config, model=model)
     compiled = traced(train_config).lower().compile()
     take = take_compiled(train_config, compiled)
     take()

@@ -7,8 +7,8 @@ WINDOWS = (64, 256, 512)
 
 def tested(run: str) -> Figures:
     """The loss on the test split at the best checkpoint, in windows that don't overlap."""
-    from jgpt.fitting.evaluate import evaluate
     from jgpt.runs.directory import RunDirectory
+    from jgpt.runs.evaluate import evaluate
 
     block_size = RunDirectory.open(run).config().model.block_size
     return {
@@ -30,6 +30,7 @@ def int8(run: str) -> Figures:
     import jgpt
     from jgpt.data.batches import evaluation_windows
     from jgpt.data.dataset import load_dataset
+    from jgpt.nn.int8 import with_int8_weights
 
     model, tokenizer, config = jgpt.load(run)
     size = config.model.block_size

@@ -113,13 +113,13 @@ def write_page(preset: str, path: str) -> Figures:
     from jgpt import BPETokenizer, CharTokenizer
     from jgpt.hardware import this_machine
     from jgpt.nn.models import abstract_model
-    from jgpt.nn.precision import run_for_platform
+    from jgpt.nn.precision import for_platform
     from jgpt.pictures.numbers import Look
     from jgpt.pictures.page import model_page
     from tests.models import randomised, weights_of
 
     _, config = PRESETS[preset]
-    model = abstract_model(run_for_platform(config, this_machine().platform).model)
+    model = abstract_model(for_platform(config.model, this_machine().platform))
     nnx.update(model, randomised(weights_of(model)))
     tokenizer = CharTokenizer.from_text(LETTERS)
     if model.vocab_size != tokenizer.vocab_size:

@@ -11,10 +11,10 @@ import runner
 from tables import ON_A_CPU
 
 from jgpt import hardware
-from jgpt.nn import precision
 from jgpt.nn.costs import parts_of
 from jgpt.presets import PRESETS
-from jgpt.training.memory import training_memory, with_micro_batches
+from jgpt.training.complete import complete
+from jgpt.training.memory import training_memory
 
 COMPILED = (*ON_A_CPU, "nanogpt-char")
 """The presets whose train step is compiled, for its memory."""
@@ -29,10 +29,8 @@ def sizes(name: str) -> dict[str, Any]:
         "tokens_per_step": config.batch_size * config.model.block_size,
     }
     if name in COMPILED:
-        # as `jgpt info`: what is `auto` is decided first, or the memory is another program's
-        machine = hardware.this_machine()
-        decided = precision.run_for_platform(config, machine.platform)
-        memory = training_memory(with_micro_batches(decided, machine))
+        # as `jgpt info`: what the machine decides is decided first, or it is another program
+        memory = training_memory(complete(config, hardware.this_machine()))
         if memory is not None:
             found["training_bytes"] = memory.state + memory.working
     return found

@@ -30,11 +30,11 @@ def jgpt_steps(config: Any) -> TakeSteps:
     """As in `jgpt train`: many steps per call, with batches drawn on the device."""
     from jgpt.data.batches import batches, resident
     from jgpt.hardware import current_platform
-    from jgpt.nn.precision import run_for_platform
+    from jgpt.nn.precision import for_platform
     from jgpt.training.state import dropout_stream, init_state
     from jgpt.training.step import make_train_steps
 
-    config = run_for_platform(config, current_platform())
+    config = replace(config, model=for_platform(config.model, current_platform()))
     train_steps = make_train_steps(config)
     state = init_state(config)
     tokens = resident(some_tokens(config))
@@ -154,7 +154,7 @@ def traced(config: Any) -> Any:
 
     windows = jax.ShapeDtypeStruct(shape_of_windows(config), jnp.int32)
     given = abstract_state(config), windows, dropout_stream(config.seed)
-    return make_train_steps(config).trace(*given, STEPS)  # type: ignore[attr-defined]
+    return make_train_steps(config).trace(*given, STEPS, 0)  # type: ignore[attr-defined]
 
 
 def take_compiled(config: Any, compiled: Any) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def take_compiled(config: Any, compiled: Any) -> Callable[[], None]:
 
     def take() -> None:
         nonlocal state
-        state, _ = jax.block_until_ready(compiled(state, windows, key, STEPS))
+        state, _ = jax.block_until_ready(compiled(state, windows, key, STEPS, 0))
 
     return take
 

@@ -141,7 +141,7 @@ def _other_methods(tokens: jax.Array) -> None:
 
 def _evaluation(batch: int, time: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     config = _small_config()
-    weights = abstract_state(config).weights
+    weights = abstract_state(config)["model"]
     windows = jax.ShapeDtypeStruct((1, batch, time + 1), jnp.int32)
     counts = jax.ShapeDtypeStruct((1, batch, time), jnp.bool_)
     return make_eval_step(config.model), (weights, windows, counts)

@@ -37,7 +37,7 @@ def write_playground(path: Path) -> None:
             out=f"{folder}/run",
         )
         run = jgpt.fit(config, progress=None)
-        prompt = opening_text(run.directory, config, run.tokenizer, run.model.block_size)
+        prompt = opening_text(run.path, config, run.tokenizer, run.model.block_size)
         page = model_page(run.model, run.tokenizer, "a small GPT", prompt)
     # Only on the site does a page know where the lessons are.
     path.write_text(page.replace(NO_LESSON, LESSON), encoding="utf-8")

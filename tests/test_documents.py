@@ -110,7 +110,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-PYTHON_MAKES = r'out="(runs/\w+)"'
+PYTHON_MAKES = r'(?:out=|Run\.start\()"(runs/\w+)"'
 COMMANDS_MAKE = r"--out (runs/\w+)"
 
 
@@ -168,7 +168,7 @@ def pages_with_python() -> list[Any]:
 
 @pytest.mark.parametrize("page", pages_with_python(), ids=name)
 def test_python_gives_what_the_page_shows(page, trained, tmp_path):
-    copy_runs(page, trained.directory, tmp_path, PYTHON_MAKES)
+    copy_runs(page, trained.path, tmp_path, PYTHON_MAKES)
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.chdir(tmp_path), np.printoptions():
         for block in blocks(page.read_text()):
@@ -243,7 +243,7 @@ def runs(trained, tmp_path_factory) -> Path:
     for run in set(re.findall(r"\bruns/\w+", text)):
         (folder / run).mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):
-            shutil.copy(trained.directory / file, folder / run)
+            shutil.copy(trained.path / file, folder / run)
     return folder
 
 
@@ -326,7 +326,7 @@ def pages_with_commands_to_run() -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_commands_to_run(), ids=name)
 def test_commands_give_what_the_page_shows(page, place, trained):
-    copy_runs(page, trained.directory, place, COMMANDS_MAKE)
+    copy_runs(page, trained.path, place, COMMANDS_MAKE)
     languages = ["console"]
     if page in RUN:
         languages.append("sh")

@@ -287,7 +287,7 @@ def _or_code(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _separated_by_commas(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Read several values in one word, such as gradient_norms,update_ratios."""
+    """Read several values in one word, such as wandb,tensorboard."""
 
     def read_each(text: str) -> list[Any]:
         return [read(item) for item in text.split(",")]

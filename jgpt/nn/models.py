@@ -140,8 +140,8 @@ def require_parameters_only(model: Any) -> None:
     if others:
         raise ValueError(
             f"a {kind} holds {', '.join(sorted(others))}: `fit` trains nnx.Param alone, keys for "
-            "dropout come in through the call's rngs, and the training that `jgpt new --training` "
-            "writes can keep other state"
+            "dropout come in through the call's rngs, and a training of your own, begun with "
+            "`jgpt.Run.start`, can keep other state"
         )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jgpt.config import ModelConfig, TrainConfig
+from jgpt.config import ModelConfig
 from jgpt.hardware import Platform
 from jgpt.shapes.contract import typed
 
@@ -42,14 +42,6 @@ def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
 def portable(config: ModelConfig) -> ModelConfig:
     """Return the config with each `auto` decided as for a CPU, which works on every platform."""
     return for_platform(config, Platform("cpu"))
-
-
-def run_for_platform(config: TrainConfig, platform: Platform) -> TrainConfig:
-    """Apply `for_platform` to a run's config, to compile from it.
-
-    The saved config keeps `auto`, so that the run can be resumed on another platform.
-    """
-    return dataclasses.replace(config, model=for_platform(config.model, platform))
 
 
 def cudnn_attends(dtype: DTypeLike, head_dim: int, platform: Platform) -> bool:

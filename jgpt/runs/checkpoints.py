@@ -20,6 +20,7 @@ from flax import nnx
 
 from jgpt.files import sha256_of, sync_below, sync_directory, write_file
 from jgpt.hardware import process_index
+from jgpt.runs.directory import steps_in
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
@@ -136,13 +137,6 @@ def clean(folder: Path) -> None:
         step = path.name.partition(".")[0]
         if path.name.endswith(".partial") or not (folder / step).exists():
             path.unlink(missing_ok=True)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def loss_of(folder: Path, step: int) -> float | None:

@@ -12,7 +12,6 @@ from jgpt.config import TrainConfig
 from jgpt.data.encode import Tokenizer, tokenizer_from_json
 from jgpt.fields import from_json
 from jgpt.files import parse_file
-from jgpt.runs.checkpoints import steps_in
 
 RUNS = Path("runs")
 """Where runs are written by default, in the current folder."""
@@ -149,6 +148,13 @@ def run_and_step(word: str | Path) -> tuple[Path, int | None]:
     if before and step.isdecimal() and not path.exists():
         return Path(before), int(step)
     return path, None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def lines_in(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -469,7 +469,7 @@ def _train(
     config = prepared.trained
     for line in run.changed_code():
         progress.warned(line)
-    run.facts = provenance(config, prepared.dataset)  # with the machine's choices
+    run.facts = provenance(config, prepared.dataset)  # with what the machine decided
     first = 0
     init = functools.partial(init_state, config)
     if prepared.initial is not None:

@@ -93,8 +93,8 @@ def _steps_of(metrics: Sequence[dict[str, Any]]) -> list[int]:
 def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
     """Draw a metric of several runs against steps, as an image.
 
-    A group of metrics, such as gradient_norms, has a panel for each run, with a line for each part
-    of the model. Raises ValueError for a run without the metric.
+    A group, such as norms of norms/head and norms/blocks.0, has a panel for each run, with a line
+    for each of its metrics. Raises ValueError for a run without the metric.
     """
     names: set[str] = set()
     for run in runs:

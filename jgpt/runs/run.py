@@ -197,7 +197,7 @@ class OpenRun:
                 if self._writes:
                     stack.enter_context(self._locked())
                     self._require_startable()
-            stack.enter_context(_quiet_orbax())
+            stack.enter_context(quiet_orbax())
             stack.enter_context(_signals_handled(self._on_signal))
             self._stack = stack.pop_all()
         return self
@@ -237,7 +237,7 @@ class OpenRun:
             try:
                 yield
             finally:
-                if not RunDirectory.exists(self.path) and not had_lock and self._is_in_place():
+                if self._checkpoints is None and not had_lock and self._is_in_place():
                     lock.unlink()
                     for folder in missing:
                         with contextlib.suppress(OSError):  # another process has filled it
@@ -270,6 +270,7 @@ class OpenRun:
                     f"another, such as {self.path / self.config.name}"
                 )
             return
+        self._directory.config()  # raises for a config.json of another program, which stays
         if self._resume and self._directory.checkpoint_steps():
             self._require_same()
         elif self._directory.has_trained() and not (self._resume or self._overwrite):
@@ -573,7 +574,7 @@ def cut(path: Path, step: float) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Drop the log messages of Orbax alone, since its failures raise errors as well."""
 
     def is_of_others(record: logging.LogRecord) -> bool:

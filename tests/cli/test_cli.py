@@ -25,8 +25,8 @@ from jgpt.cli.commands.sample import _print_texts
 from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.cli.terminal import importing
 from jgpt.data.encode import tokenizer_from_json
-from jgpt.fitting.stopping import TrainingStopped
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.fit import TrainingStopped
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
@@ -47,7 +47,7 @@ def text_file(tmp_path_factory) -> Path:
 @pytest.fixture
 def run(trained) -> Path:
     """The finished run, to read."""
-    return trained.directory
+    return trained.path
 
 
 @pytest.fixture(scope="module")
@@ -353,32 +353,26 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
 
 
 def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
-    seconds = iter([100.0, 114.2, 0.0, 2.0])
+    seconds = iter([100.0, 114.2])
     monkeypatch.setattr("jgpt.cli.commands.train.time.perf_counter", lambda: next(seconds))
     run = types.SimpleNamespace(
-        directory=tmp_path / "a run",
-        sample="",
+        path=tmp_path / "a run",
         validation_loss=1.23456,
-        best_step=7,
-        evaluations=types.SimpleNamespace(over=""),
     )
-    monkeypatch.setattr("jgpt.fitting.fit.fit", lambda *_, **__: run)
+    run.path.mkdir()
+    (run.path / "samples.txt").touch()
+    monkeypatch.setattr("jgpt.runs.fit.fit", lambda *_, **__: run)
     loss, directory, following = worked("train", "tiny").splitlines()
-    assert loss == "validation loss 1.2346 at step 7, total time 14 s"
-    assert directory.startswith(f"run directory: {run.directory} (")
-    assert following == f"next: jgpt sample '{run.directory}'   or   jgpt eval '{run.directory}'"
-    run.evaluations.over = " over 19,200 of 11,801,144 tokens"
-    loss, *_ = worked("train", "tiny").splitlines()
-    assert loss == (
-        "validation loss 1.2346 at step 7 over 19,200 of 11,801,144 tokens, total time 2 s"
-    )
+    assert loss == "best validation loss 1.2346, total time 14 s"
+    assert directory.startswith(f"run directory: {run.path} (")
+    assert following == f"next: jgpt sample '{run.path}'   or   jgpt eval '{run.path}'"
 
 
 def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
     def stopped(*_, **__):
         raise TrainingStopped(5, tmp_path / "a run")
 
-    monkeypatch.setattr("jgpt.fitting.fit.fit", stopped)
+    monkeypatch.setattr("jgpt.runs.fit.fit", stopped)
     asked = contextlib.nullcontext([130])
     monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
     done = jgpt("train", "tiny")
@@ -536,7 +530,7 @@ def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
         raise ValueError("read")
 
     monkeypatch.setattr("jgpt.runs.load.load", read)
-    monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", read)
+    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", read)
     name, *options = command
     for given in ("best", "last", "30"):
         ask = (name, run, *options, "--checkpoint", given)

@@ -16,13 +16,12 @@ from jgpt import TrainConfig
 from jgpt.cli import main
 from jgpt.cli.commands.info import info
 from jgpt.cli.report import describe, describe_ahead
-from jgpt.fitting.evaluate import evaluate
 from jgpt.generation.text import stream_text
 from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
+from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
 from jgpt.training.ahead import CompiledStep
-from jgpt.training.evaluation import EvaluationPlan
 from jgpt.training.memory import TrainingMemory
 from jgpt.training.plan import Plan
 from tests.commands import worked
@@ -38,9 +37,8 @@ PLAN = Plan(
     parameters=812_345,
     memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
     flops=123_456_789_000,
-    evaluations=EvaluationPlan(8, 111_110, 111_110, spread=False, exact_last=False, share=0.1618),
+    evaluation_targets=111_110,
 )
-SPREAD = EvaluationPlan(1, 19_200, 11_801_144, spread=True, exact_last=True, share=0.04951)
 STEP = CompiledStep(
     on="v5e:2x4",
     chip=CHIPS["v5e"],
@@ -66,7 +64,7 @@ DESCRIBED = {
             PLAN,
             config=TrainConfig(micro_batches=3, mesh="tensor=3"),
             memory=None,
-            evaluations=SPREAD,
+            evaluation_targets=19_200,
         )
     ),
     "a compiled step": lambda: describe_ahead(STEP),
@@ -90,8 +88,8 @@ def test_a_description_is_as_it_was(title, monkeypatch):
 
 
 def test_eval_prints_what_was_measured(trained):
-    found = evaluate(trained.directory)
-    run = trained.directory
+    found = evaluate(trained.path)
+    run = trained.path
     assert found.loss == pytest.approx(trained.validation_loss, rel=1e-6)
     lines = worked("eval", run).splitlines()
     said = [float(re.findall(r"\d[\d.]*", line)[0]) for line in lines]
@@ -103,7 +101,7 @@ def test_eval_prints_what_was_measured(trained):
 
 def test_info_counts_the_parameters_of_a_run(trained):
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
-    assert f"{count:,} parameters" in " ".join(worked("info", trained.directory).split())
+    assert f"{count:,} parameters" in " ".join(worked("info", trained.path).split())
 
 
 def test_a_dry_run_for_other_hardware(capsys, monkeypatch):
@@ -155,9 +153,9 @@ def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
 
     monkeypatch.setattr("jgpt.runs.load.load", heard(load))
     monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
-    monkeypatch.setattr("jgpt.fitting.evaluate.evaluate", heard(evaluate))
+    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", heard(evaluate))
     for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
-        ask = (trained.directory, *mesh)
+        ask = (trained.path, *mesh)
         text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
         said.append((text, json.loads(worked("eval", *ask, "--json"))))
     assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3

@@ -16,7 +16,6 @@ from jgpt.cli.console import ConsoleProgress
 from jgpt.cli.report import describe_optimizer
 from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.nn.stacking import stack_blocks
-from jgpt.training.evaluation import EvaluationPlan
 from tests.cli.screen import Screen
 from tests.nn.test_models import ATTENTION, FEED_FORWARD, MODERN
 
@@ -112,11 +111,10 @@ def story(width: int) -> str:
     )
     weights: dict = {f"matrix {i}": jnp.zeros((37, 64)) for i in range(12)}
     weights |= {f"vector {i}": jnp.zeros(32) for i in range(3)}
-    state = types.SimpleNamespace(weights=weights, step=0)
     progress = ConsoleProgress(console, "reading the data")
     with progress:
         show("at once")
-        progress.started(config, text, state, Path("runs/first try"))  # type: ignore[arg-type]
+        progress.started(config, text, weights, 0, Path("runs/first try"))  # type: ignore[arg-type]
         show("started")
         for step in range(50, 1250, 50):
             seconds[0] += 0.25
@@ -185,54 +183,34 @@ def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
     (tmp_path / "checkpoints" / "30").mkdir(parents=True)
     progress.stepped(30, 2.5, 1000.0)
     progress.evaluating(100, 400)
-    evaluating = "stopping this evaluation; the state is saved, and resuming evaluates it again"
+    evaluating = "stopping this evaluation; the state is saved without a validation loss"
     assert said(progress.stopping) == [evaluating]
-    assert said(progress.leaving) == ["left; checkpoint 30 has all steps"]
-    progress.console.quiet = False
     progress.evaluated(30, 2.25)
     assert said(progress.stopping) == finishing
-    progress.stepped(40, 2.5, 1000.0)
-    progress.evaluating(100, 400)  # the state's checkpoint is not written yet
     assert said(progress.leaving) == ["left without saving: the steps after checkpoint 30 are lost"]
     progress.bar.stop()
 
 
 @pytest.mark.parametrize(
-    ("step", "interrupted", "said"),
+    ("step", "said"),
     [
-        (0, False, "60 steps of 8 x 16 tokens into r"),
-        (30, False, "resumed at step 30 of 60: r"),
-        (
-            30,
-            True,
-            "resumed at step 30 of 60: r; its evaluation was interrupted and comes first",
-        ),
-        (60, False, "finished at step 60 of 60 already: r; --steps trains it further"),
-        (
-            60,
-            True,
-            "resumed at step 60 of 60: r; its evaluation was interrupted and comes first",
-        ),
+        (0, "60 steps of 8 x 16 tokens into r"),
+        (30, "resumed at step 30 of 60: r"),
+        (60, "finished at step 60 of 60 already: r; --steps trains it further"),
     ],
 )
-def test_a_run_is_finished_when_its_last_step_is_evaluated(step, interrupted, said):
+def test_the_last_line_before_the_steps_says_where_a_run_starts(step, said):
     file = io.StringIO()
     console = Console(file=file, width=80, _environ={})
     progress = ConsoleProgress(console, "reading the data")
     config = dataclasses.replace(preset("tiny"), steps=60)
-    plan = dataclasses.replace(PART, interrupted=interrupted)
     text = types.SimpleNamespace(train=range(418_543), validation=range(46_505))
     weights = {"matrix": jnp.zeros((37, 64))}
-    state = types.SimpleNamespace(weights=weights, step=step)
 
-    progress.planned(plan)
-    progress.started(config, text, state, Path("r"))  # type: ignore[arg-type]
+    progress.started(config, text, weights, step, Path("r"))  # type: ignore[arg-type]
     progress.spinner.stop()
 
     assert file.getvalue().splitlines()[-1] == said
-
-
-PART = EvaluationPlan(1, 400, 9000, spread=True, exact_last=True, share=0.05)
 
 
 def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
@@ -249,7 +227,6 @@ def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
     progress = ConsoleProgress(console, "reading the data")
     with progress:
         progress.steps = progress.bar.add_task("train", total=60, completed=0, details="")
-        progress.planned(PART)
         progress.stepped(30, 2.5, 1000.0)
         for done in (0, 100, 200):
             progress.evaluating(done, 400)
@@ -261,13 +238,8 @@ def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
         progress.evaluated(30, 2.25)
         progress.bar.refresh()
         shown = screen.show()
-        assert shown[0] == (
-            "step 30: validation loss 2.2500 over 400 of 9,000 tokens  loss 2.500  1,000"
-        )
+        assert shown[0] == "step 30: validation loss 2.2500  loss 2.500  1,000 tokens/s"
         assert shown[-1].startswith("train ━")
-        progress.evaluated_exactly(60, 2.125)
-        progress.bar.refresh()
-        assert "step 60: validation loss 2.1250 over all tokens" in screen.show()
 
 
 def test_jgpt_eval_has_a_bar_too_and_lines_in_a_file():

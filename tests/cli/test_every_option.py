@@ -19,8 +19,8 @@ from jgpt import ModelConfig, TrainConfig
 from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.fields import to_json
-from jgpt.fitting.evaluate import Evaluation
 from jgpt.presets import PRESETS
+from jgpt.runs.evaluate import Evaluation
 from jgpt.shapes.source import AnnotatedSource, FunctionSource, SourceLine
 from tests.commands import jgpt
 
@@ -32,11 +32,8 @@ from jgpt import GPT
 def lion(config, steps):
     return optax.lion(1e-3)
 
-def ours(config):
-    return lambda model, batch, rngs: 0
-
-def rows(dataset, seed, step):
-    pass
+def ours(model, tokens, rngs):
+    return 0
 """
 
 
@@ -121,8 +118,6 @@ TRAIN_CONFIG = {
     "keep_last": 9,
     "keep_every": 10,
     "trackers": ("wandb", "tensorboard"),
-    "log": ("update_ratios", "gradient_norms"),
-    "log_interval": 13,
     "sample_tokens": 11,
     "mesh": "data=1",
 }
@@ -217,12 +212,12 @@ def words_of(fields: dict) -> list[str]:
     return words
 
 
-CODE_AND_PARTS = {"make", "objective", "batches", "vocab_size", "model", "optimizer", "dataset"}
+CODE_AND_PARTS = {"make", "objective", "vocab_size", "model", "optimizer", "dataset"}
 
 
 @pytest.mark.parametrize(("called", "more"), [("fit", []), ("plan", ["--dry-run"])])
 def test_every_field_of_the_config_reaches_the_run(called, more, calls):
-    calls.note(f"jgpt.fitting.fit.{called}", stop=True)
+    calls.note(f"jgpt.runs.fit.{called}", stop=True)
     words = []
     for fields in PARTS.values():
         words += words_of(fields)
@@ -247,22 +242,22 @@ def test_every_field_of_the_config_reaches_the_run(called, more, calls):
 
 def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
     """Those beside the config: what to do with the directory, custom code."""
-    calls.note("jgpt.fitting.fit.fit", stop=True)
-    calls.note("jgpt.fitting.fit.plan", stop=True)
+    calls.note("jgpt.runs.fit.fit", stop=True)
+    calls.note("jgpt.runs.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     (tmp_path / "own.py").write_text(MODEL_FILE)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
-    data = ("--batches", "own.py:rows")
+    initial = ("--initial", "other@40", "--with-optimizer")
 
-    type_in("train", "tiny", "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
+    type_in("train", "tiny", "--resume", *initial, *code, cwd=tmp_path)
     received = calls.received.pop("fit")
-    assert received["initial"] == "other"
+    assert received["initial"] == "other@40"
+    assert received["with_optimizer"] is True
     assert received["resume"] is True
     assert received["overwrite"] is False
     assert received["config"].model.make.__name__ == "GPT"
     assert received["config"].optimizer.make.__name__ == "lion"
     assert received["config"].objective.__name__ == "ours"
-    assert received["config"].batches.__name__ == "rows"
     type_in("train", "tiny", "--overwrite", cwd=tmp_path)
     received = calls.received.pop("fit")
     assert received["resume"] is False
@@ -271,23 +266,23 @@ def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
 
 def test_the_options_of_a_dry_run_reach_the_plan(calls, tmp_path):
     (tmp_path / "own.py").write_text(MODEL_FILE)
-    calls.note("jgpt.fitting.fit.plan", stop=True)
+    calls.note("jgpt.runs.fit.plan", stop=True)
     calls.note("jgpt.training.ahead.compile_ahead", stop=True)
     code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
-    data = ("--batches", "own.py:rows")
+    initial = ("--initial", "other@40", "--with-optimizer")
 
     dry_run = ("train", "tiny", "--dry-run")
-    type_in(*dry_run, "--resume", "--initial", "other", *code, *data, cwd=tmp_path)
+    type_in(*dry_run, "--resume", *initial, *code, cwd=tmp_path)
 
     plan = calls["plan"]
-    assert plan["initial"] == "other"
+    assert plan["initial"] == "other@40"
+    assert plan["with_optimizer"] is True
     assert plan["resume"] is True
     assert plan["overwrite"] is False
     config = plan["config"]
     assert config.model.make.__name__ == "GPT"
     assert config.optimizer.make.__name__ == "lion"
     assert config.objective.__name__ == "ours"
-    assert config.batches.__name__ == "rows"
 
     type_in(*dry_run, "--overwrite", cwd=tmp_path)
 
@@ -307,7 +302,7 @@ def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
     def warn(call):
         call["progress"].warned("a warning")
 
-    calls.note("jgpt.fitting.fit.plan", Planned(), during=warn)
+    calls.note("jgpt.runs.fit.plan", Planned(), during=warn)
     calls.note("jgpt.cli.report.describe", [])
     done = jgpt("train", "tiny", "--dry-run", "--json")
     assert json.loads(done.stdout) == {"parameters": 3}
@@ -319,7 +314,7 @@ def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
     def warn(call):
         call["progress"].warned("a warning")
 
-    calls.note("jgpt.fitting.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
+    calls.note("jgpt.runs.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
     done = jgpt("eval", "run", "--json")
 
     assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
@@ -336,10 +331,20 @@ def test_the_processes_of_a_run_reach_jax(calls):
     assert received == [None, None, None]
 
 
+@pytest.mark.parametrize(("command", "takes"), [("sample", "load"), ("eval", "evaluate")])
+def test_a_run_at_a_step_is_that_checkpoint(command, takes, calls):
+    calls.note(f"jgpt.runs.{takes}.{takes}", stop=True)
+
+    jgpt(command, "runs/r@40")
+
+    assert next(iter(calls[takes].values())) == Path("runs/r")
+    assert calls[takes]["which"] == 40
+
+
 def test_a_config_file_is_the_run_s_config(calls, tmp_path):
     config = dataclasses.replace(PRESETS["tiny"][1], steps=17, seed=3)
     (tmp_path / "config.json").write_text(to_json(config))
-    calls.note("jgpt.fitting.fit.fit", stop=True)
+    calls.note("jgpt.runs.fit.fit", stop=True)
     type_in("train", "--config", "config.json", cwd=tmp_path)
 
     assert calls["fit"]["config"] == config
@@ -371,7 +376,7 @@ def test_sample(loaded, tmp_path):
     expected = jax.random.fold_in(jax.random.key(9), 0)
     assert (jax.random.key_data(received["key"]) == jax.random.key_data(expected)).all()
     assert loaded["load"] == {
-        "run_directory": "run",
+        "run_directory": Path("run"),
         "which": 30,
         **CODE,
     }
@@ -390,7 +395,7 @@ def test_sample(loaded, tmp_path):
         ("chat", (), "jgpt.runs.load.load"),
         ("look", ("--prompt", "a"), "jgpt.runs.load.load"),
         ("look", (), "jgpt.runs.load.load"),
-        ("eval", (), "jgpt.fitting.evaluate.evaluate"),
+        ("eval", (), "jgpt.runs.evaluate.evaluate"),
     ],
 )
 def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, calls, monkeypatch):
@@ -400,7 +405,7 @@ def test_without_a_run_the_latest_one_is_taken_and_named(command, words, takes, 
 
     assert done.stderr.startswith(f"the latest run is {Path('runs', 'two')}\n")
     assert STOP in done.stderr
-    assert next(iter(calls[takes.rsplit(".", 1)[1]].values())) == str(Path("runs", "two"))
+    assert next(iter(calls[takes.rsplit(".", 1)[1]].values())) == Path("runs", "two")
 
 
 def test_chat(loaded):
@@ -418,12 +423,12 @@ def test_chat(loaded):
 
 def test_eval(calls):
     calls.note("jgpt.parallel.mesh.use_mesh", contextlib.nullcontext())
-    calls.note("jgpt.fitting.evaluate.evaluate", stop=True)
+    calls.note("jgpt.runs.evaluate.evaluate", stop=True)
     words = ("--checkpoint", 30, "--split", "test", "--model", "m.py:GPT", "--mesh", "data=1")
     type_in("eval", "run", "--json", *words)
     received = calls["evaluate"]
 
-    assert received["run_directory"] == "run"
+    assert received["run"] == Path("run")
     assert received["which"] == 30
     assert received["split"] == "test"
     assert received["model"] == "m.py:GPT"
@@ -532,7 +537,7 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
     assert str(calls["write_file"]["path"]) == "c.html"
     assert calls["load"] == {
-        "run_directory": "run",
+        "run_directory": Path("run"),
         "which": 30,
         **CODE,
     }

@@ -54,8 +54,6 @@ def test_repeating_a_list_appends():
     assert given.trackers == ("wandb", "tensorboard")
     assert given.model.ngram_sizes == (2, 3, 5)
     assert given.steps == 7
-    words = ("--log", "update_ratios,gradient_norms", "--log", "activation_rms")
-    assert parsed("tiny", *words).log == ("update_ratios", "gradient_norms", "activation_rms")
     options = ["x", "--out", "y", "--data", "a", "--data", "b", "c"]
     assert parse(import_, "import", options)["data"] == ("a", "b", "c")
 

@@ -1,6 +1,5 @@
 """The first signal asks for a stop, the second leaves, and afterwards all is as it was."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from jgpt.cli import signals
 from jgpt.cli.signals import SIGNALS, stop_requested
+from jgpt.runs.directory import RunDirectory
 from tests.cli.interrupts import commands, interrupt_often
 from tests.cli.screen import in_a_terminal
 
@@ -139,10 +139,9 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
             shown += os.read(screen, 4096)
         os.close(screen)
         assert process.wait(60) == 129
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    run = RunDirectory.open(tmp_path / "run")
 
-    assert int(checkpoint.name) == json.loads(lines[-1])["step"] > 0
+    assert run.checkpoint_steps()[-1] == run.metrics()[-1]["step"] > 0
 
 
 DROPPED = """
@@ -257,5 +256,5 @@ def test_an_interruption_at_exit_says_nothing(before):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sample", "eval"])
 def test_an_interruption_at_any_time_ends_a_command(trained, name):
-    found = interrupt_often(commands(trained.directory)[name], count=4)
+    found = interrupt_often(commands(trained.path)[name], count=4)
     assert [outcome for outcome in found if outcome.kind != "ended"] == []

@@ -19,7 +19,7 @@ def plot(
 
     Args:
         runs: Run directories.
-        metric: Another metric of metrics.jsonl, or a group such as gradient_norms, against steps.
+        metric: Another metric of metrics.jsonl, or a group such as norms of norms/head.
     """
     path = path_to_write(out, ".png", ".svg")
     with terminal.importing():
