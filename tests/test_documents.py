@@ -30,6 +30,7 @@ from markdown_it import MarkdownIt
 
 import jgpt
 from jgpt.cli.commands import COMMANDS
+from jgpt.runs.resume import MAY_BE_LOWERED, MAY_DIFFER
 from tests.commands import jgpt as command
 from tests.commands import typist, worked
 from tests.generation.test_chat import with_chat_tokens
@@ -238,8 +239,6 @@ def runs(trained, tmp_path_factory) -> Path:
     text = "\n".join(page.read_text() for page in PAGES)
     for file in set(re.findall(r"(\w+\.py):GPT", text)):
         worked("new", folder / file)
-    for file, made in set(re.findall(r"--(?:tokenizer|batches) (\w+\.py):(\w+)", text)):
-        (folder / file).write_text(f"def {made}(dataset, seed, step):\n    pass\n")
     for run in set(re.findall(r"\bruns/\w+", text)):
         (folder / run).mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):
@@ -477,6 +476,19 @@ def test_what_is_wrong_is_seen(tmp_path):
         check_other_command("make nothing")
     with pytest.raises(AssertionError):
         check_other_command("python benchmarks/nothing.py")
+
+
+# --- resuming ---------------------------------------------------------------------------------
+
+
+def test_the_page_of_runs_lists_the_options_that_may_differ():
+    page = (ROOT / "docs" / "runs.md").read_text()
+    _, _, table = page.partition("**Other options.**")
+    table, _, _ = table.partition("**A NaN.**")
+    listed = set(re.findall(r"`--([\w-]+)`", table))
+    fields = {name.rpartition(".")[2] for name in (*MAY_DIFFER, *MAY_BE_LOWERED)}
+
+    assert listed == {name.replace("_", "-") for name in fields - {"vocab_size"}}
 
 
 # --- lessons -------------------------------------------------------------------------------------

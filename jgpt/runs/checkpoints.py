@@ -192,6 +192,8 @@ def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[i
         except (ValueError, OSError) as error:
             if not set(steps_before) <= set(steps_in(folder)):
                 continue
+            if _is_intact(folder / str(step)):
+                raise  # of another model: another checkpoint would be, too
             others = [other for other in steps_before if other != step]
             advice = "the run has no other checkpoint"
             if others:
@@ -252,6 +254,14 @@ def _verify(path: Path) -> None:
             raise ValueError(f"{file} is missing")
         if sha256_of(file) != digest:
             raise ValueError(f"{file} is damaged: its SHA-256 does not match")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _verify(path)
+    except (ValueError, OSError):
+        return False
+    return _sums_of(path).is_file()
 
 
 def _sums_of(folder: Path) -> Path:

@@ -87,7 +87,7 @@ def run_of(small_run, tmp_path_factory):
 def stopped_and_resumed(config: jgpt.TrainConfig, make: Any, tmp_path: Any) -> Any:
     stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
     with pytest.raises(TrainingStopped):
-        jgpt.fit(stopped, optimizer=make, progress=None, should_stop=stopping(Path(stopped.out)))
+        jgpt.fit(stopped, optimizer=make, progress=None, should_stop=stopping(tmp_path / "stopped"))
     return jgpt.fit(stopped, optimizer=make, resume=True, progress=None)
 
 
