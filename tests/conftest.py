@@ -51,7 +51,6 @@ LONGEST = (
     "test_inside",
     "test_proofs",
     "test_source",
-    "test_statistics",
     "test_step",
 )
 
