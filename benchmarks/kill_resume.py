@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,11 @@ import tyro
 
 sys.path.insert(0, str(runner.ROOT))  # what a killed process leaves is the tests'
 
-from jgpt.runs.checkpoints import Checkpoints
+from jgpt.hardware import this_machine
+from jgpt.runs.checkpoints import load_checkpoint
 from jgpt.runs.directory import RunDirectory
+from jgpt.training.complete import complete
+from jgpt.training.state import abstract_state
 from tests.runs.faults import leave_all
 
 TINY = "train tiny --steps-per-call 4 --eval-tokens 2000 --sample-tokens 0 --dropout 0.1"
@@ -50,7 +54,6 @@ MEASURED = (
     "gradient_norm",
     "learning_rate",
     "validation_loss",
-    "validation_estimate",
 )
 COUNTED = (
     "kills",
@@ -247,11 +250,12 @@ def values(run: Path) -> list[np.ndarray]:
     for line in directory.metrics():
         lines.append([line.get(name, np.nan) for name in MEASURED])
     metrics = np.array(lines)
-    assert (metrics[:, 0] == np.arange(len(metrics))).all()  # step 0 has an estimate
-    x64 = config.model.param_dtype == "float64"
-    with jax.enable_x64(x64), Checkpoints(directory, read_only=True) as checkpoints:
-        steps = checkpoints.steps()
-        states = [checkpoints.restore(config, step) for step in steps]
+    assert (metrics[:, 0] == np.arange(1, len(metrics) + 1)).all()
+    steps = directory.checkpoint_steps()
+    with jax.enable_x64(config.model.param_dtype == "float64"):
+        one_device = replace(this_machine(), devices=1)
+        like = abstract_state(complete(replace(config, mesh=None), one_device))
+        states = [load_checkpoint(directory.checkpoints, step, like) for step in steps]
         return [np.array(steps), metrics, *map(np.asarray, jax.tree.leaves(states))]
 
 
@@ -300,15 +304,14 @@ def wait_for_save(process: subprocess.Popen[bytes], run: Path, step: int, since:
 
 
 def step_of(save: Path) -> int:
-    """The step of a save under way, whose folder is saving-12, and meanwhile saving-12-manifest."""
-    name = save.name.removeprefix("saving-").split(".")[0]
-    return int(name.removesuffix("-manifest"))
+    """The step of a save under way, whose folder is 12.orbax-checkpoint-tmp."""
+    return int(save.name.partition(".")[0])
 
 
 def saves(run: Path, since: float) -> list[Path]:
     """The saves under way, without those killed before `since`."""
     found = []
-    for path in run.glob("checkpoints/saving-*"):
+    for path in run.glob("checkpoints/*.orbax-checkpoint-tmp*"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime > since:
                 found.append(path)

@@ -15,14 +15,13 @@ import jgpt
 
 PACKAGE = Path(jgpt.__file__).parent
 LAYERS = (
-    ("words", "fields", "config", "user_code", "durable", "presets", "hardware"),
+    ("words", "fields", "config", "user_code", "files", "presets", "hardware"),
     ("shapes",),
     ("parallel",),
     ("nn", "data"),
     ("training", "generation", "interop"),
     ("runs",),
     ("pictures",),
-    ("fitting",),
     ("cli",),
     ("__main__",),
 )
@@ -128,7 +127,7 @@ def test_the_layers_hold():
         "jgpt.data.sources": "from jgpt import fit",
         "jgpt.nn.heads": "if True:\n    from jgpt.training.step import init_state",
         "jgpt.training.step": "from jgpt.nn.loss import cross_entropy",
-        "jgpt.fitting.loop": "",
+        "jgpt.runs.fit": "",
     }
     assert sorted(violations(planted)) == [
         "a cycle: jgpt.config -> jgpt.presets -> jgpt.config",

@@ -597,7 +597,7 @@ def test_the_command_draws_any_batch_and_length(trained):
         assert call in picture
         assert max(map(len, picture.splitlines())) <= 80
 
-    data = json.loads(worked("shapes", trained.directory, "--json"))
+    data = json.loads(worked("shapes", trained.path, "--json"))
     assert data["name"] == "GPT"
     assert data["arguments"]["tokens"][0]["dtype"] == "int32"
 

@@ -42,8 +42,8 @@ def test_steps_and_evaluations_of_a_preset_are_traced(name: str, dtype: str) -> 
     key = jax.eval_shape(lambda: jax.random.key(0))
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
-    stepped, losses = jax.eval_shape(make_train_steps(config), state, windows, key, number)
-    evaluated = jax.eval_shape(make_eval_step(config.model), state.weights, windows, counts)
+    stepped, losses = jax.eval_shape(make_train_steps(config), state, windows, key, number, number)
+    evaluated = jax.eval_shape(make_eval_step(config.model), state["model"], windows, counts)
 
     assert jax.tree.map(lambda leaf: leaf.dtype, stepped) == jax.tree.map(
         lambda leaf: leaf.dtype, state
@@ -59,9 +59,9 @@ def test_losses_are_those_without_the_checks() -> None:
 
     def losses():
         trained, measured = make_train_steps(config)(
-            init_state(config), WINDOWS, jax.random.key(0), jnp.int32(2)
+            init_state(config), WINDOWS, jax.random.key(0), jnp.int32(2), jnp.int32(0)
         )
-        return trained.weights, measured
+        return trained["model"], measured
 
     expected = losses()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

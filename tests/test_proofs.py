@@ -149,7 +149,7 @@ def decoded(tokens: Array, room: Array) -> Array:
 def trained(config: jgpt.TrainConfig, windows: Array) -> Any:
     state = zeros(abstract_state(config))
     train = make_train_steps(config)
-    return train(state, windows, jax.random.key(0), jnp.int32(1))
+    return train(state, windows, jax.random.key(0), jnp.int32(1), jnp.int32(0))
 
 
 def proof_of(function: Any, *arrays: str) -> Any:

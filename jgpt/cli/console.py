@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 from rich.console import Console, RenderableType
@@ -25,7 +25,7 @@ from jgpt.cli.report import (
 from jgpt.cli.terminal import SECONDS_PER_LINE, say, spinner
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
-from jgpt.nn.models import Weights, weight_dimensions
+from jgpt.nn.models import weight_dimensions
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.words import counted
@@ -100,7 +100,7 @@ class ConsoleProgress(TrainingProgress):
         self._say_now_and_then(doing)
 
     def started(
-        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+        self, config: TrainConfig, dataset: Dataset, weights: Any, step: int, out: Path
     ) -> None:
         """Print model and data, and start the bar."""
         parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))

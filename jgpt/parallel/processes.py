@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgpt.hardware import devices_of_processes, process_count, process_index
 from jgpt.user_code import describe_error
@@ -145,7 +145,8 @@ class Vote:
         """Vote; return the largest wish at the call before. A single process has no delay."""
         if process_count() == 1:
             return wanted
-        mesh = jax.make_mesh((len(jax.devices()),), ("all",))
+        # Automatic, as that of the run, which may be set here.
+        mesh = jax.make_mesh((len(jax.devices()),), ("all",), (AxisType.Auto,))
         one_for_each_device = NamedSharding(mesh, PartitionSpec("all"))
         own_votes = np.full(jax.local_device_count(), wanted, np.int32)
         votes = jax.make_array_from_process_local_data(one_for_each_device, own_votes)

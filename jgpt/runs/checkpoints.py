@@ -64,11 +64,12 @@ class Checkpoints:
 
     def _finish(self, step: int, response: Any, began: float) -> None:
         """Wait for Orbax, write the sums, and only then delete old checkpoints."""
+        folder = self._folder / str(step)
         try:
             response.result()
             if process_index() == 0:
-                folder = self._folder / str(step)
                 sync_below(folder)
+                sync_directory(folder)
                 sums = {}
                 for path in sorted(folder.rglob("*")):
                     if path.is_file():
@@ -78,6 +79,8 @@ class Checkpoints:
         except Exception as error:
             if process_index() == 0:
                 with contextlib.suppress(OSError):
+                    if not _sums_of(folder).exists() and folder.exists():
+                        folder.rename(self._folder / f"deleted-{step}")
                     clean(self._folder)  # a full disk has this space again
             raise self._failed(step, error) from error
         finally:
@@ -189,6 +192,8 @@ def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[i
         except (ValueError, OSError) as error:
             if not set(steps_before) <= set(steps_in(folder)):
                 continue
+            if _is_intact(folder / str(step)):
+                raise  # of another model: another checkpoint would be, too
             others = [other for other in steps_before if other != step]
             advice = "the run has no other checkpoint"
             if others:
@@ -239,12 +244,24 @@ def _verify(path: Path) -> None:
     sums = _sums_of(path)
     if not sums.is_file():
         return  # killed right after Orbax had named the complete folder
-    for name, digest in json.loads(sums.read_text()).items():
+    try:
+        digests = json.loads(sums.read_text()).items()
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{sums} is damaged") from error
+    for name, digest in digests:
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing")
         if sha256_of(file) != digest:
             raise ValueError(f"{file} is damaged: its SHA-256 does not match")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _verify(path)
+    except (ValueError, OSError):
+        return False
+    return _sums_of(path).is_file()
 
 
 def _sums_of(folder: Path) -> Path:

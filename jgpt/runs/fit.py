@@ -57,7 +57,7 @@ from jgpt.runs.load import load
 from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import known_digest, known_initial, provenance
 from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
-from jgpt.runs.run import OpenRun, Run
+from jgpt.runs.run import OpenRun, Request, Run
 from jgpt.runs.trackers import Trackers, require_tracker
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
@@ -452,10 +452,10 @@ def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     compiled = lower_steps(config).compile()
     release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
-    _, objective_arrays = objective_of(config)
-    if objective_arrays:
-        return StepsWithArrays(compiled, objective_arrays)
-    return compiled
+    _, arrays = objective_of(config)
+    if not arrays:
+        return compiled
+    return StepsWithArrays(compiled, arrays)
 
 
 def _train(
@@ -485,9 +485,9 @@ def _train(
     is_new = step == first
     opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
     with opened as trackers:
-        loop = _Loop(run, prepared, train_steps, step, progress, trackers, should_stop)
         progress.started(config, prepared.dataset, state["model"], step, run.path)
-        loop.run_to_end(state)
+        loop = _Loop(run, prepared, train_steps, state, step, progress, trackers, should_stop)
+        loop.run_to_end()
 
 
 class _Loop:
@@ -498,6 +498,7 @@ class _Loop:
         run: OpenRun,
         prepared: Prepared,
         train_steps: Callable[..., Any],
+        state: State,
         step: int,
         progress: Progress,
         trackers: Trackers,
@@ -506,6 +507,7 @@ class _Loop:
         self.run = run
         self.config = prepared.trained
         self.train_steps = train_steps
+        self.state = state
         self.step = step
         self.progress = progress
         self.trackers = trackers
@@ -525,26 +527,27 @@ class _Loop:
         self.clock = time.monotonic()
         run.report = self._report
 
-    def run_to_end(self, state: State) -> None:
+    def run_to_end(self) -> None:
         """Train, evaluate and save to the last step."""
         config = self.config
         losses = _losses_for_patience(self.run.metrics(), config.eval_interval)
         self.clock = time.monotonic()
         try:
             while self.step < config.steps and not _stops_early(losses, config.patience):
-                state = self._take_steps(state)
+                self._take_steps()
                 if self._is_evaluated(self.step):
-                    loss = self._evaluate(state)
+                    loss = self._evaluate()
                     if self.step % config.eval_interval == 0 or self.step == config.steps:
                         losses.append(loss)
-                self._answer_request(state)
+                self._answer_request()
         except FloatingPointError as error:
-            self._keep_last_good_state(state, error)
+            self._keep_last_good_state(error)
         if self.step < config.steps:
             self.progress.warned(
                 f"stopped at step {self.step} of {config.steps}: no better validation loss "
                 f"in `patience={config.patience!r}` evaluations"
             )
+        self.state = {}  # its memory is for the model that samples
 
     def _is_evaluated(self, step: int) -> bool:
         """Return whether a step is evaluated: also the first one early, so that a run that fails
@@ -552,7 +555,7 @@ class _Loop:
         interval = self.config.eval_interval
         return step % interval == 0 or step in (interval // 8, self.config.steps)
 
-    def _take_steps(self, state: State) -> State:
+    def _take_steps(self) -> None:
         """Make one call of steps, and read the metrics of the call before while it computes."""
         config = self.config
         count = self._steps_of_call()
@@ -566,14 +569,14 @@ class _Loop:
             count=count,
         )
         numbers = np.int32(count), np.int32(self.step)
-        state, metrics = self.train_steps(state, windows, self.key, *numbers, self.taken)
+        # The old state is donated, and what is read below may raise an error.
+        self.state, metrics = self.train_steps(self.state, windows, self.key, *numbers, self.taken)
         self.taken = metrics.taken
         before = self.unread
         self.unread = (self.step, count, metrics)
         self.step += count
         if before is not None:
             self._read(before)
-        return state
 
     def _steps_of_call(self) -> int:
         """Return the number of steps in the next call, at most to the next evaluation."""
@@ -637,15 +640,17 @@ class _Loop:
             self.progress.stepped(line["step"], line["loss"], line["tokens_per_second"])
         self.trackers.log(line)
 
-    def _evaluate(self, state: State) -> float:
+    def _evaluate(self) -> float:
         """Evaluate and save the state after a step."""
         self._read_all()
 
         def between(done: int, targets: int) -> None:
             self.progress.evaluating(done, targets)
-            self._answer_request(state, is_evaluating=True)
+            # The save that is due has this loss. The last evaluation is finished in any case.
+            if self._request() == "stop" and self.step < self.config.steps:
+                self._save_and_stop()
 
-        loss = self.evaluator.mean(state["model"], between)
+        loss = self.evaluator.mean(self.state["model"], between)
         if not math.isfinite(loss):
             advice = "lower `learning_rate`"
             # The average is what was evaluated, so it may be the cause even if the weights are
@@ -655,37 +660,44 @@ class _Loop:
             raise FloatingPointError(
                 f"the validation loss is {loss} after step {self.step}: {advice}"
             )
-        self.run.save(self.step, state, validation_loss=loss)
+        self.run.save(self.step, self.state, validation_loss=loss)
         self.progress.evaluated(self.step, loss)
         self.clock = time.monotonic()
         return loss
 
-    def _answer_request(self, state: State, *, is_evaluating: bool = False) -> None:
-        """Save if it is time, and stop if any process was asked to, or can't write."""
+    def _request(self) -> Request:
         if self.should_stop() or self.trackers.failure is not None:
             self.run.stop()
-        request = self.run.request()
-        # A checkpoint is written once: that of an evaluation waits for its loss.
-        if request is None or (request == "save" and is_evaluating):
-            return
-        self._read_all()
-        self.run.save(self.step, state)
-        self.clock = time.monotonic()
-        if request == "stop":
-            self.run.wait()
-            with raise_in_all_processes():
-                if self.trackers.failure is not None:
-                    raise self.trackers.failure
-            if self.step < self.config.steps:
-                raise TrainingStopped(self.step, self.run.path)
+        return self.run.request()
 
-    def _keep_last_good_state(self, state: State, error: FloatingPointError) -> NoReturn:
+    def _answer_request(self) -> None:
+        """Save if it is time, and stop if any process was asked to, or can't write."""
+        request = self._request()
+        if request == "save":
+            self._read_all()
+            self.run.save(self.step, self.state)
+            self.clock = time.monotonic()
+        elif request == "stop":
+            self._save_and_stop()
+
+    def _save_and_stop(self) -> None:
+        """Save and raise TrainingStopped, unless all steps are taken."""
+        self._read_all()
+        self.run.save(self.step, self.state)
+        self.run.wait()
+        with raise_in_all_processes():
+            if self.trackers.failure is not None:
+                raise self.trackers.failure
+        if self.step < self.config.steps:
+            raise TrainingStopped(self.step, self.run.path)
+
+    def _keep_last_good_state(self, error: FloatingPointError) -> NoReturn:
         """Save the last state that was finite, if it is, and name the checkpoint that is kept."""
         taken = int(self.taken)
-        loss = self.evaluator.mean(state["model"])
+        loss = self.evaluator.mean(self.state["model"])
         # A step that was not finite left the state as it was.
         if math.isfinite(loss) and 0 < taken < self.step:
-            self.run.save(taken, state)
+            self.run.save(taken, self.state)
         self.run.wait()
         advice = "nothing was saved yet"
         if steps := self.run.steps():

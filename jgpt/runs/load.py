@@ -33,7 +33,7 @@ from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import abstract_arrays, specs_like, weight_specs
 from jgpt.runs.checkpoints import Checkpoints, Which, choose, load_checkpoint, loss_of, parts_of
 from jgpt.runs.directory import CHECKPOINTS, CONFIG, IMPORTED, TOKENIZER, RunDirectory
-from jgpt.runs.run import Run
+from jgpt.runs.run import Run, quiet_orbax
 from jgpt.shapes.contract import typed
 from jgpt.training.state import first_state
 from jgpt.user_code import changed_code, with_code
@@ -195,7 +195,7 @@ def save(
             raise ValueError(
                 f"{name} is {shape} in the model and {expected_shape} in one of the config"
             )
-    with new_directory(path) as partial:
+    with new_directory(path) as partial, quiet_orbax():
         write_file(partial / TOKENIZER, tokenizer.to_json())
         if text_files:
             make_directory(partial / IMPORTED)

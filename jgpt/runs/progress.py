@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
-from jgpt.nn.models import Weights
 from jgpt.runs.directory import RunDirectory
 from jgpt.words import counted
 
@@ -22,7 +22,7 @@ class Progress:
         """Report the tokenized `fraction` of the text: 0 while it is read, 1 at the end."""
 
     def started(
-        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+        self, config: TrainConfig, dataset: Dataset, weights: Any, step: int, out: Path
     ) -> None:
         """Report that training starts, or is resumed, at a step."""
 
@@ -43,7 +43,7 @@ class LineProgress(Progress):
     """One line on standard error for the current step, and a line for each evaluation."""
 
     def started(
-        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+        self, config: TrainConfig, dataset: Dataset, weights: Any, step: int, out: Path
     ) -> None:
         """Print the run's directory."""
         self._steps = config.steps
@@ -75,7 +75,7 @@ class NotebookProgress(LineProgress):
     """The display of `LineProgress`, and the loss curve, redrawn at each evaluation."""
 
     def started(
-        self, config: TrainConfig, dataset: Dataset, weights: Weights, step: int, out: Path
+        self, config: TrainConfig, dataset: Dataset, weights: Any, step: int, out: Path
     ) -> None:
         """Print the run's directory."""
         super().started(config, dataset, weights, step, out)

@@ -61,7 +61,7 @@ from jgpt.runs.directory import (
 from jgpt.runs.provenance import known_digest, provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code, custom_code, with_code
+from jgpt.user_code import changed_code, custom_code, require_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -179,7 +179,6 @@ class OpenRun:
         self._code = code
         self._writes = process_index() == 0
         self._inode: int | None = None
-        self._is_begun = False
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         self._logged = 0
@@ -198,7 +197,7 @@ class OpenRun:
                 if self._writes:
                     stack.enter_context(self._locked())
                     self._require_startable()
-            stack.enter_context(_quiet_orbax())
+            stack.enter_context(quiet_orbax())
             stack.enter_context(_signals_handled(self._on_signal))
             self._stack = stack.pop_all()
         return self
@@ -238,7 +237,7 @@ class OpenRun:
             try:
                 yield
             finally:
-                if not self._is_begun and not had_lock and self._is_in_place():
+                if self._checkpoints is None and not had_lock and self._is_in_place():
                     lock.unlink()
                     for folder in missing:
                         with contextlib.suppress(OSError):  # another process has filled it
@@ -281,7 +280,11 @@ class OpenRun:
             )
 
     def _require_same(self) -> None:
+        # with the fields of config classes of one's own
         saved = with_code(self._directory.config(), **custom_code(self.config))
+        for part, make in custom_code(saved).items():
+            if make is not None:
+                require_code(make, part)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
         digest = known_digest(self._directory.provenance())
         if digest is not None and digest != self.dataset.digest:
@@ -338,7 +341,6 @@ class OpenRun:
             self.config.keep_best,
             self.config.keep_every,
         )
-        self._is_begun = True
         self._logged = step
         for line in self.metrics():
             self._seconds_before = line.get("seconds", self._seconds_before)
@@ -370,6 +372,7 @@ class OpenRun:
         The loss is written into the step's line of metrics first. Raises FloatingPointError for a
         loss or a model that isn't finite, and OSError if this or the last save failed.
         """
+        checkpoints = self._open_checkpoints()
         if validation_loss is not None:
             if not self._pending or self._pending[-1][0] != step:
                 self._pending.append((step, {}))
@@ -385,7 +388,7 @@ class OpenRun:
         if validation_loss is not None:
             loss = float(validation_loss)
         with raise_in_all_processes():
-            self._open_checkpoints().save(step, state, loss)
+            checkpoints.save(step, state, loss)
         self._saved = step
         self._last_save = time.monotonic()
 
@@ -426,6 +429,7 @@ class OpenRun:
         steps. It never waits for the device: values that are computed are written, the rest at a
         save and at the end. A loss that isn't finite raises FloatingPointError then.
         """
+        self._open_checkpoints()
         if step <= self._logged:
             raise ValueError(f"step {step} is logged after step {self._logged}")
         metrics = {"loss": loss, **others}
@@ -570,7 +574,7 @@ def cut(path: Path, step: float) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Drop the log messages of Orbax alone, since its failures raise errors as well."""
 
     def is_of_others(record: logging.LogRecord) -> bool:

@@ -90,7 +90,7 @@ def loss_dtype(config: ModelConfig) -> jnp.dtype:
 # --- an objective of the user's own ---------------------------------------------------------------
 
 
-def objective_of(config: TrainConfig) -> tuple[Callable[[Any], Any], list[jax.Array]]:
+def objective_of(config: TrainConfig) -> tuple[Callable[[Any], Any], list[Any]]:
     """Return a function from arrays to the config's objective, and the arrays that it holds.
 
     An `nnx.Module` or another pytree, such as one with a teacher, holds arrays. They become

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
-from jaxtyping import Array, Bool, Inexact, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Inexact, Key, PyTree
 
 from jgpt.config import TrainConfig
 from jgpt.nn import stacking
@@ -111,7 +111,7 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> State:
     return jax.tree.map(rules.without_trailing_none, specs)
 
 
-def is_finite(tree: PyTree[Shaped[Array, "..."]]) -> bool:
+def is_finite(tree: Any) -> bool:
     """Return whether all numbers of a tree are finite."""
     floats = []
     for leaf in jax.tree.leaves(tree):

@@ -264,7 +264,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
             filled = jax.tree.map(fill, metrics, measured)
             return i + 1, jnp.where(finite, taken + 1, taken), state, filled
 
-        empty = jnp.zeros(len(windows), loss_dtype(config.model))
+        empty = jnp.zeros(windows.shape[0], loss_dtype(config.model))
         extra = None
         if config.objective is not None:
             # The names of its metrics are known only from a trace.

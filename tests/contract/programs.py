@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,10 @@ from matplotlib.figure import Figure
 import jgpt
 from jgpt import attend, attention_weights
 from jgpt.cli.report import describe_optimizer
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, StatisticName, TrainConfig
+from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data import batches, dataset, prepared
-from jgpt.data.batch import Batch
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer
 from jgpt.data.encode import count_characters
-from jgpt.data.mixture import Share
 from jgpt.generation.text import default_prompt
 from jgpt.interop import huggingface
 from jgpt.nn import int8, models
@@ -33,11 +31,13 @@ from jgpt.nn.kernels import attend_windowed, fused_attend
 from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
-from jgpt.pictures import anatomy, numbers, plots
+from jgpt.nn.stacking import unstack_blocks
+from jgpt.pictures import anatomy, numbers
+from jgpt.runs import plots
 from jgpt.training import step
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.objective import next_token_loss
-from jgpt.training.state import abstract_state, unstack_state
+from jgpt.training.state import abstract_state
 from tests.contract.calls import Call, overheard
 from tests.generation.test_chat import chat_tokenizer
 
@@ -207,54 +207,34 @@ STACKED = dataclasses.replace(
 )
 
 
-def halves_of_batch(tokens: Any, weights: Any, documents: Any) -> Any:
-    batch = Batch(tokens, weights, documents)
-    return batch.inputs, batch.targets
-
-
-def objective_with_metrics(config: TrainConfig) -> Any:
-    teacher = jnp.ones(17)
-
-    def objective(model: Any, batch: Batch, rngs: Any) -> jgpt.Loss:
-        loss = next_token_loss(model, batch, rngs).value
-        return jgpt.Loss(loss, metrics={"teacher": teacher.sum()})
-
-    return objective
+def objective_with_metrics(model: Any, tokens: Any, rngs: Any) -> jgpt.Loss:
+    loss = next_token_loss(model, tokens, rngs)
+    return jgpt.Loss(loss, metrics={"twice": 2 * loss})
 
 
 def training() -> None:
     """Steps and evaluations."""
     for config in (TRAIN, STACKED):
         state = abstract_state(config)
-        traced(unstack_state, state)
+        if config.model.scan_layers:
+            traced(unstack_blocks, state)
         train: Any = step.make_train_steps(config)
         evaluate: Any = step.make_eval_step(config.model)
-        train.trace(state, INT(6, 4, 9), KEY, 6)
-        evaluate.trace(state.weights, INT(11, 4, 9), BOOL(11, 4, 8))
+        train.trace(state, INT(6, 4, 9), KEY, 6, 0)
+        evaluate.trace(state["model"], INT(11, 4, 9), BOOL(11, 4, 8))
     tokens = INT(31)
     options: dict[str, Any] = {"seed": 1, "batch_size": 4, "block_size": 8}
     traced(lambda tokens: batches.batches(tokens, first_step=0, steps=6, **options), tokens)
-    shares = Share("a", 16, 1.0), Share("b", 15, 2.0)
-    mixed = functools.partial(batches.batches, first_step=0, steps=6, shares=shares, **options)
-    traced(mixed, tokens)
     traced(lambda tokens: batches.batch(tokens, step=2, **options), tokens)
 
     with_metrics = dataclasses.replace(TRAIN, objective=objective_with_metrics)
     train = step.make_train_steps(with_metrics)
-    train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6)
-    logged = dataclasses.replace(STACKED, log=get_args(StatisticName), log_interval=2)
-    train = step.make_train_steps(logged)
-    train.trace(abstract_state(logged), INT(6, 4, 9), KEY, 6)
-    traced(halves_of_batch, INT(4, 9), FLOAT(4, 8), INT(4, 9))
-    gpt = model_of(LECTURE)
-    packed = jax.tree_util.Partial(lambda *arrays: next_token_loss(gpt, Batch(*arrays)).value)
-    traced(packed, INT(4, 9), FLOAT(4, 8), INT(4, 9))
+    train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6, 0)
     held_out = np.zeros(31, np.uint16)
     batches.evaluation_windows(held_out, 8, 4)
     evaluator = Evaluator(TRAIN, held_out, parameters=17 * 17)
     weights = nnx.to_pure_dict(nnx.state(model_of(BIGRAM), nnx.Param))
-    evaluator.estimate(weights)
-    evaluator.exact(weights)
+    evaluator.mean(weights)
 
 
 def sampling() -> None:

@@ -56,8 +56,8 @@ def lowered(config: jgpt.TrainConfig) -> str:
     counts = jax.ShapeDtypeStruct((5, 3, config.model.block_size), jnp.bool)
     state = abstract_state(config)
     key = dropout_stream(0)
-    train = make_train_steps(config).lower(state, windows, key, 2)  # type: ignore[attr-defined]
-    evaluate = make_eval_step(config.model).lower(state.weights, windows, counts)  # type: ignore[attr-defined]
+    train = make_train_steps(config).lower(state, windows, key, 2, 0)  # type: ignore[attr-defined]
+    evaluate = make_eval_step(config.model).lower(state["model"], windows, counts)  # type: ignore[attr-defined]
     return train.as_text() + evaluate.as_text()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgpt import DataConfig, durable
+from jgpt import DataConfig, files
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
@@ -199,8 +199,8 @@ def test_whenever_it_crashes_preparing_goes_on_with_the_tokens_that_are_on_disk(
     disk = Disk(tmp_path / "disk", tmp_path / "views", zeros=zeros)
     with monkeypatch.context() as patch:
         patch.setattr(prepared_module, "os", disk)
-        patch.setattr(durable, "os", disk)
-        patch.setattr(durable, "shutil", disk)
+        patch.setattr(files, "os", disk)
+        patch.setattr(files, "shutil", disk)
         prepare(words, disk.root / "out")
     assert len(disk.views) > 20
 
@@ -253,9 +253,9 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
         calls = 0
         with monkeypatch.context() as patch:
             for name in ("fsync", "replace", "write", "chmod"):
-                patch.setattr(durable.os, name, counted(getattr(os, name)))
-            patch.setattr(durable.Path, "mkdir", counted(Path.mkdir))
-            patch.setattr(durable.Path, "open", counted(Path.open))
+                patch.setattr(files.os, name, counted(getattr(os, name)))
+            patch.setattr(files.Path, "mkdir", counted(Path.mkdir))
+            patch.setattr(files.Path, "open", counted(Path.open))
             patch.setattr(builtins, "open", counted(open))
             try:
                 prepare(words, out)

@@ -146,7 +146,7 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     write(tmp_path / "data", "config.json", "{}")
     write(tmp_path / "data", "tokenizer.json", "{}")
     write(tmp_path / "data", "text.txt", "too")
-    run = shutil.copytree(trained.directory, tmp_path / "runs" / "run")
+    run = shutil.copytree(trained.path, tmp_path / "runs" / "run")
     write(run / "wandb", "log.txt", "words")
     assert (run / "samples.txt").read_text()
     assert read_text([str(tmp_path)]) == "toomine "
@@ -154,7 +154,8 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
         FileNotFoundError, match=r"folder without any text or code .*: it has \d+ of runs"
     ):
         read_text([str(tmp_path / "runs")])
-    assert read_text([str(run / "samples.txt")]) == trained.sample  # which is asked for
+    sample = (run / "samples.txt").read_text()
+    assert read_text([str(run / "samples.txt")]) == sample  # which is asked for
 
 
 def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkeypatch):

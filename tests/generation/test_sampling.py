@@ -13,7 +13,6 @@ from jgpt.cli.commands.chat import chat
 from jgpt.cli.commands.sample import sample
 from jgpt.generation.sampling import Sampling, _inverse_transform, next_token, typed_key
 from jgpt.generation.text import stream_text
-from jgpt.runs.load import Loaded
 
 KEY = jax.random.key(8)
 
@@ -216,7 +215,7 @@ def test_every_function_and_command_has_one_default_temperature():
 
     assert defaults == [0.8] * 4
     # the others pass what they are given on to Sampling
-    for each in (jgpt.generate_text, stream_text, jgpt.Chat, Loaded.generate):
+    for each in (jgpt.generate_text, stream_text, jgpt.Chat, jgpt.Run.generate):
         assert "temperature" not in inspect.signature(each).parameters
 
 

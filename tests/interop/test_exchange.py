@@ -10,10 +10,10 @@ import pytest
 
 import jgpt
 from jgpt.data.encode import read_tokenizer
-from jgpt.fitting.evaluate import evaluate
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
@@ -214,13 +214,8 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     del expected["bos_token_id"]
     assert read_json(out / "config.json") == expected
 
-    # what the user put beside the kept files outlives the run
-    users_file = run / "imported" / "mine.txt"
-    users_file.write_text("two years")
-    RunDirectory(run).clear(())
-    assert [path.name for path in (run / "imported").iterdir()] == ["mine.txt"]
-    users_file.unlink()
-    RunDirectory(run).clear(())
+    tiny = ("train", "tiny", "--data", text_file, "--steps", 1, "--sample-tokens", 0)
+    worked(*tiny, "--out", run, "--overwrite")
     assert not (run / "imported").exists()
 
 

@@ -220,7 +220,8 @@ def test_each_line_of_a_train_step_has_the_shape_of_an_independent_run():
     assert (source.error, source.note) == (None, None)
     found = shown(source, {"b": BATCH, "t": TIME})
     windows = jnp.ones((1, BATCH, TIME + 1), jnp.int32)
-    arguments = (init_state(config), windows, jax.random.key(0), jnp.int32(1))
+    numbers = jnp.int32(1), jnp.int32(0)
+    arguments = (init_state(config), windows, jax.random.key(0), *numbers)
 
     with jax.disable_jit():
         expected = Recorder(folders).run(make_train_steps(config), *arguments)

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, ModelConfig, preset
-from jgpt.fitting.fit import plan
 from jgpt.hardware import Platform, current_platform
 from jgpt.nn.precision import cudnn_attends, for_platform
 from jgpt.training.state import abstract_state, dropout_stream
@@ -88,17 +87,6 @@ def test_a_model_of_an_undecided_config_computes_as_on_a_cpu():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU is")
 def test_this_host_is_a_cpu():
     assert current_platform() == CPU
-
-
-@pytest.mark.parametrize("platform", only([], [CPU, TPU]), ids=str)
-def test_a_run_says_what_auto_was_and_leaves_the_rest_to_where_it_goes_on(platform, tmp_path):
-    tiny = preset("tiny")
-    config = dataclasses.replace(
-        tiny, model=dataclasses.replace(tiny.model, dtype="auto"), out=str(tmp_path / "run")
-    )
-    planned = plan(config, platform=platform).config.model
-
-    assert planned.dtype == for_platform(AUTO, platform).dtype
 
 
 def products_and_kernels(config, platform) -> tuple[set[str], int]:

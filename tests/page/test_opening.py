@@ -91,29 +91,6 @@ def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_page_of_a_mixture_begins_with_its_first_text(run, tmp_path):
-    _, file = run
-    other = tmp_path / "other.txt"
-    other.write_text("abc\n" * 400)
-    config = jgpt.preset("tiny")
-    data = (f"{file}=0.3", f"{other}=0.7")
-    config = dataclasses.replace(
-        config,
-        out=str(tmp_path / "run"),
-        steps=1,
-        sample_tokens=0,
-        dataset=dataclasses.replace(config.dataset, data=data),
-    )
-    jgpt.fit(config)
-    _, tokenizer, saved = jgpt.load(tmp_path / "run")
-
-    text = opening_text(tmp_path / "run", saved, tokenizer, saved.model.block_size)
-
-    assert text is not None
-    assert text.startswith(("To be, or", "Whether 'tis"))
-
-
-@pytest.mark.slow
 def test_nothing_is_downloaded_for_a_page(run, tmp_path, monkeypatch):
     directory, _ = run
     _, tokenizer, config = jgpt.load(directory)

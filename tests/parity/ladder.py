@@ -23,7 +23,7 @@ from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.loss import cross_entropy, token_losses
 from jgpt.nn.models import abstract_model
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.state import TrainState, dropout_stream
+from jgpt.training.state import State, dropout_stream
 from jgpt.training.step import make_train_steps
 from tests import models
 from tests.models import GROUPS, SIZES, nanogpt_rate, randomised, to_torch, weights_of
@@ -133,7 +133,7 @@ def ours(family: str, dtype: str) -> Rungs:
                 name: np.asarray(getattr(trace, name))
                 for name in ("loss", "gradient_norm", "learning_rate")
             },
-            "weights after ten": to_torch(end.weights),
+            "weights after ten": to_torch(end["model"]),
         }
 
 
@@ -144,14 +144,14 @@ def ours_averaged(family: str, dtype: str, decay: float) -> Arrays:
         averaging = dataclasses.replace(OPTIMIZER, ema_decay=decay)
         config = dataclasses.replace(config_of(family, dtype), optimizer=averaging)
         weights = randomised(weights_of(abstract_model(config.model)))
-        return to_torch(_ten_steps(config, weights)[0].weights)
+        return to_torch(_ten_steps(config, weights)[0]["model"])
 
 
-def _ten_steps(config: TrainConfig, weights: Any) -> tuple[TrainState, Any]:
+def _ten_steps(config: TrainConfig, weights: Any) -> tuple[State, Any]:
     """Ten steps from weights, which are used up."""
     optimizer = make_optimizer(config.optimizer, STEPS)
-    start = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
-    return make_train_steps(config)(start, jnp.asarray(windows()), dropout_stream(0), STEPS)
+    start = {"model": weights, "optimizer": optimizer.init(weights)}
+    return make_train_steps(config)(start, jnp.asarray(windows()), dropout_stream(0), STEPS, 0)
 
 
 def build(family: str, dtype: str) -> torch.nn.Module:

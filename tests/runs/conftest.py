@@ -4,8 +4,8 @@ import shutil
 import pytest
 
 from jgpt import TrainConfig
-from jgpt.runs import fit as fitting
-from jgpt.runs import run as running
+from jgpt.runs import fit as fit_module
+from jgpt.runs import run as run_module
 from tests.browser import shared_browser
 
 LONG = 1e9
@@ -13,10 +13,10 @@ LONG = 1e9
 
 @pytest.fixture(scope="session", autouse=True)
 def a_slow_machine_saves_and_stops_where_a_fast_one_does():
-    """Before the first evaluation slow runs save more often, and their calls have fewer steps."""
+    """Slow runs save more often, and their calls have fewer steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "SECONDS_BETWEEN_SAVES", LONG)
-        patch.setattr(fitting, "SECONDS_PER_CALL", LONG)
+        patch.setattr(run_module, "SECONDS_BETWEEN_SAVES", LONG)
+        patch.setattr(fit_module, "SECONDS_PER_CALL", LONG)
         yield
 
 
@@ -30,9 +30,8 @@ def fits_that_only_train(request, monkeypatch):
     """To draw the losses takes as long as a run of a test; to collect garbage a fifth of it."""
     if "whole_fit" in request.fixturenames:
         return
-    monkeypatch.setattr(fitting, "draw_losses", lambda *_: None)
-    for module in (fitting,):
-        monkeypatch.setattr(module, "release_memory", lambda: None)
+    monkeypatch.setattr(fit_module, "draw_losses", lambda *_: None)
+    monkeypatch.setattr(fit_module, "release_memory", lambda: None)
 
 
 @pytest.fixture(scope="module")

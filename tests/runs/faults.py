@@ -80,17 +80,17 @@ def append_half_a_line(name: str) -> Callable[[Path], None]:
     return append
 
 
-def leave_half_a_checkpoint(name: str) -> Callable[[Path], None]:
+def leave_in_checkpoints(name: str) -> Callable[[Path], None]:
     def leave(run: Path) -> None:
-        folder = run / "checkpoints" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "half").write_text("half")
+        path = run / "checkpoints" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
 
     return leave
 
 
 LEFTOVERS_OF_A_START = (
-    Leftover("a lock", lambda run: (run / "lock").write_text("4194304999\n")),  # no process has it
+    Leftover("a lock", lambda run: (run / "lock").write_text("")),  # no process has it
     Leftover("half a config", lambda run: (run / "config.json.partial").write_text("{")),
 )
 """They are there before the run has a config: in a directory that has only these, one may begin."""
@@ -98,8 +98,10 @@ LEFTOVERS = (
     *LEFTOVERS_OF_A_START,
     Leftover("half a line of metrics", append_half_a_line("metrics.jsonl")),
     Leftover("half a line of provenance", append_half_a_line("provenance.jsonl")),
-    Leftover("half a save", leave_half_a_checkpoint("saving-3")),
-    Leftover("half a deletion", leave_half_a_checkpoint("deleting-1")),
+    Leftover("half a save", leave_in_checkpoints("9.orbax-checkpoint-tmp/half")),
+    Leftover("half a deletion", leave_in_checkpoints("deleted-1/half")),
+    Leftover("half of its sums", leave_in_checkpoints("9.sha256.json.0a1b2c3d.partial")),
+    Leftover("sums of no checkpoint", leave_in_checkpoints("9.sha256.json")),
 )
 
 
@@ -112,6 +114,6 @@ def leave_all(run: Path, leftovers: tuple[Leftover, ...] = LEFTOVERS) -> None:
 # --- a full disk ---------------------------------------------------------------------------------
 
 
-def write_on_a_full_disk(manifest: object, directory: Path) -> None:
-    """In place of `Manifest.write`, the last file of a save: without it no checkpoint counts."""
-    raise OSError(errno.ENOSPC, "No space left on device")
+def full_disk(*_: object) -> None:
+    """In place of a function that writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

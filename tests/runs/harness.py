@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jgpt import TrainConfig
-from jgpt.fitting.progress import Progress
+from jgpt import Run, TrainConfig
+from jgpt.runs.progress import Progress
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -42,14 +42,17 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def recorded(calls: list[Any], note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which first appends its name, or what `note` makes of its arguments."""
+def path_of(run: Run) -> Path:
+    """The folder of a run that was trained."""
+    assert run.path is not None
+    return run.path
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        calls.append(note(*arguments) if callable(note) else note)
-        return function(*arguments, **options)
 
-    return call
+def stopping(out: Path, after: int = 1) -> Callable[[], bool]:
+    """`should_stop` that asks for a stop after so many calls of steps into a folder."""
+    stops = iter(after * [False] + [True])
+    # a text that is read asks, too
+    return lambda: (out / "checkpoints").exists() and next(stops, True)
 
 
 class Heard(Progress):

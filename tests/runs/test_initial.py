@@ -1,7 +1,6 @@
 """Runs that start from weights, and train only some parameters."""
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -13,12 +12,12 @@ from flax import nnx
 import jgpt
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import parse
-from jgpt.fitting.stopping import TrainingStopped
 from jgpt.nn.models import named_parameters
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.fit import TrainingStopped
 from tests.commands import jgpt as command
 from tests.commands import refused
-from tests.runs import faults
+from tests.runs.harness import path_of, stopping, with_changes
 
 
 @pytest.fixture
@@ -57,25 +56,18 @@ class LoRAGPT(jgpt.GPT):
 def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     mesh, trained, config, tmp_path
 ):
-    config = dataclasses.replace(config, mesh=mesh, batch_size=8)
+    config = with_changes(config, mesh=mesh, batch_size=8, optimizer={"trainable": ("*.lora_?",)})
     out = tmp_path / "stopped"
     stopped_config = dataclasses.replace(config, out=str(out))
     given: dict[str, Any] = {
         "model": LoRAGPT,
-        "initial": str(trained.directory),
-        "trainable": ("*.lora_?",),
+        "initial": str(trained.path),
         "progress": None,
     }
-    stops = iter([False, True])
-
-    def should_stop():
-        begun = (out / "config.json").exists()
-        return begun and next(stops)
-
-    before = arrays_of(jgpt.load(trained.directory).model)
+    before = arrays_of(jgpt.load(trained.path).model)
     run = jgpt.fit(config, **given)
     with pytest.raises(TrainingStopped):
-        jgpt.fit(stopped_config, **given, should_stop=should_stop)
+        jgpt.fit(stopped_config, **given, should_stop=stopping(out, after=0))
     resumed = jgpt.fit(stopped_config, **given, resume=True)
 
     after = arrays_of(run.model)
@@ -86,23 +78,23 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     assert set(after) - set(before) == {lora_a, lora_b}
     assert np.abs(after[lora_b]).max() > 0
     np.testing.assert_array_equal(run.metrics["loss"], resumed.metrics["loss"])
-    initial = RunDirectory.open(run.directory).provenance()[0]["initial"]
-    assert initial["source"] == str(trained.directory)
-    assert len(initial["weights_sha256"]) == 64
+    best = min((4, 8, 11), key=lambda step: trained.metrics["validation_loss"][step - 1])
+    initial = RunDirectory.open(path_of(run)).provenance()[0]["initial"]
+    assert initial == f"{trained.path}@{best}"
     # only the moments of the two trained arrays are stored
-    stored = run.directory / "checkpoints" / "4" / "optimizer"
+    stored = path_of(run) / "checkpoints" / "4" / "optimizer"
     moments = [path.name for path in stored.iterdir() if ".mu." in path.name]
     assert len(moments) == 2
 
 
 @pytest.mark.slow
 def test_all_weights_are_those_of_the_model(trained, config):
-    model = jgpt.load(trained.directory).model
+    model = jgpt.load(trained.path).model
     config = dataclasses.replace(config, steps=1)
     run = jgpt.fit(config, initial=model, progress=None)
     other = jgpt.fit(dataclasses.replace(config, out=f"{config.out}-2"), progress=None)
 
-    assert run.metrics["loss"][1] < 0.95 * other.metrics["loss"][1]
+    assert run.metrics["loss"][0] < 0.95 * other.metrics["loss"][0]
     assert arrays_of(model)  # the model's own arrays were not donated
 
 
@@ -127,41 +119,38 @@ def wrapping(config: jgpt.ModelConfig, *, rngs: nnx.Rngs) -> jgpt.GPT:
 def test_weights_of_another_architecture_and_patterns_are_refused(trained, config, tmp_path):
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=31))
     with pytest.raises(ValueError, match=r"another architecture: blocks.0.feed_forward.\S+ is \("):
-        jgpt.fit(wider, initial=trained.directory, progress=None)
+        jgpt.fit(wider, initial=trained.path, progress=None)
     with pytest.raises(
         ValueError, match=r"another architecture: blocks\.0\.feed_forward\.lora_a is a"
     ):
-        jgpt.fit(config, model=LoRAGPT, initial=trained.directory, progress=None)
+        jgpt.fit(config, model=LoRAGPT, initial=trained.path, progress=None)
     with pytest.raises(ValueError, match=r"feed_forward\.base\.\S+ is absent in it, .*`trainable="):
         jgpt.fit(
-            config,
+            with_changes(config, optimizer={"trainable": ("*.lora_?",)}),
             model=wrapping,
-            initial=trained.directory,
-            trainable=("*.lora_?",),
+            initial=trained.path,
             progress=None,
         )
     longer = dataclasses.replace(config.model, block_size=2 * config.model.block_size)
     with pytest.raises(
         ValueError, match=r"of the config; with `positions='rotary'` a block has any"
     ):
-        jgpt.fit(
-            dataclasses.replace(config, model=longer), initial=trained.directory, progress=None
-        )
+        jgpt.fit(dataclasses.replace(config, model=longer), initial=trained.path, progress=None)
     with pytest.raises(ValueError, match=r"`trainable=\('\*\.lora',\)` fits no parameter"):
-        jgpt.fit(config, trainable=("*.lora",), progress=None)
+        jgpt.fit(with_changes(config, optimizer={"trainable": ("*.lora",)}), progress=None)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_command_starts_from_a_run(trained, tmp_path, poem):
-    given = ("train", "--initial", trained.directory, "--steps", "1", "--sample-tokens", "0")
+    given = ("train", "--initial", trained.path, "--steps", "1", "--sample-tokens", "0")
     done = command(*given, "--trainable", "blocks.*", "--out", "r", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    before = arrays_of(jgpt.load(trained.directory).model)
+    before = arrays_of(jgpt.load(trained.path).model)
     after = arrays_of(jgpt.load(tmp_path / "r").model)
     assert (after["token_embedding.embedding"] == before["token_embedding.embedding"]).all()
     assert any((after[name] != before[name]).any() for name in after)
     assert "another architecture" in refused(
-        "train", "tiny", "--data", poem, "--initial", trained.directory, cwd=tmp_path
+        "train", "tiny", "--data", poem, "--initial", trained.path, cwd=tmp_path
     )
 
 
@@ -208,7 +197,7 @@ def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
 ):
     """They had no effect, and nothing said so."""
     for preset in ((), ("tiny",)):
-        said = refused("train", *preset, "--initial", trained.directory, *named, cwd=tmp_path)
+        said = refused("train", *preset, "--initial", trained.path, *named, cwd=tmp_path)
 
         option, value = named
         assert said.endswith(f"has a tokenizer, which the run takes: leave out {option} {value}")
@@ -226,7 +215,7 @@ def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
         return parse(COMMANDS["train"], "train", words)["config"].dataset
 
     assert named(run, "--tokenizer", "bpe", "--bpe-vocab-size", "263").bpe_vocab_size == 263
-    assert named(trained.directory, "--tokenizer", "char").tokenizer == "char"
+    assert named(trained.path, "--tokenizer", "char").tokenizer == "char"
     with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='char'`"):
         named(run, "--tokenizer", "char")
     tokenizer.to_hf().model.save(str(tmp_path))
@@ -237,30 +226,15 @@ def test_the_tokenizer_of_the_weights_may_be_named(trained, tmp_path):
         named(run, *files)
 
 
-def test_only_the_code_of_the_model_is_needed_to_start_from_a_run(copy, tmp_path):
-    """Its batches were asked for, although its objective and optimizer were not."""
-    path = tmp_path / "copy" / "config.json"
-    record = {"name": "rows", "file": "rows.py", "sha256": "0" * 64}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"batches": record}))
-    assert RunDirectory.open(copy.out).config().batches is not None
-
-    config = parse(COMMANDS["train"], "train", ["--initial", copy.out])["config"]
-
-    assert config.batches is None
-    assert config.model.embed_dim == copy.model.embed_dim
-
-
 def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
     other = dataclasses.replace(config.dataset, tokenizer="byte")
     with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='byte'`"):
-        jgpt.fit(
-            dataclasses.replace(config, dataset=other), initial=trained.directory, progress=None
-        )
+        jgpt.fit(dataclasses.replace(config, dataset=other), initial=trained.path, progress=None)
 
     size = trained.tokenizer.vocab_size
     numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
     with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
-        jgpt.fit(config, dataset=numbers, initial=trained.directory, progress=None)
+        jgpt.fit(config, dataset=numbers, initial=trained.path, progress=None)
     assert not (tmp_path / "run").exists()
 
 
@@ -268,7 +242,7 @@ def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trai
     (tmp_path / "a.txt").write_text("Q" * 99)
     text = ("--data", "a.txt")
 
-    said = refused("train", "--initial", trained.directory, *text, cwd=tmp_path)
+    said = refused("train", "--initial", trained.path, *text, cwd=tmp_path)
 
     assert "unknown character 'Q' at position 0: the vocabulary is" in said
 
@@ -276,48 +250,94 @@ def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trai
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
     """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out `initial="):
-        jgpt.fit(copy, resume=True, initial=trained.directory, progress=None)
-
-
-def test_the_advice_about_a_damaged_checkpoint_can_be_followed(trained, copy, config, tmp_path):
-    folder = tmp_path / "copy" / "checkpoints"
-
-    def advice(step: int, config: jgpt.TrainConfig, **start: Any) -> str:
-        manifest = folder / str(step) / "manifest.json"
-        with faults.undone(manifest):
-            manifest.unlink()
-            with pytest.raises(ValueError, match="is missing; ") as error:
-                jgpt.fit(config, progress=None, **start)
-        return str(error.value).partition("; ")[2]
-
-    of_last = f"checkpoint 8 is intact: delete {folder / '11'} to use it"
-    assert advice(11, copy, resume=True) == of_last
-    best = trained.best_step
-    (other,) = {8, 11} - {best}
-    of_best = f"checkpoint {other} is intact: delete {folder / str(best)} to use it"
-    assert advice(best, config, initial=copy.out) == of_best
+        jgpt.fit(copy, resume=True, initial=trained.path, progress=None)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_named(trained, tmp_path):
-    checkpoint = trained.directory / "checkpoints" / "11"
+    checkpoint = trained.path / "checkpoints" / "11"
     for words in (("--resume", "--out"), ("--initial",)):
         said = refused("train", *words, checkpoint, cwd=tmp_path)
 
-        assert said.endswith(f"is a checkpoint, not a run directory: give {trained.directory}")
+        assert said.endswith(f"is a checkpoint, not a run directory: give {trained.path}")
 
 
 def test_a_run_that_would_delete_the_weights_it_starts_from_is_refused(config, tmp_path):
     first = jgpt.fit(config, progress=None)
     link = tmp_path / "link"
-    link.symlink_to(first.directory)
+    link.symlink_to(path_of(first))
     other = dataclasses.replace(config, steps=2)
 
-    for initial in (first.directory, link):
+    for initial in (path_of(first), link):
         with pytest.raises(
             ValueError, match=r"`overwrite=True` would delete the weights of .*: give"
         ):
             jgpt.fit(other, initial=initial, overwrite=True, progress=None)
 
-    saved = jgpt.load(first.directory)
+    saved = jgpt.load(path_of(first))
     assert saved.config.steps == 4
     assert arrays_of(saved.model).keys() == arrays_of(first.model).keys()
+
+
+# --- with moments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_branch_goes_on_with_weights_moments_and_step(small_run, tmp_path, scan):
+    """Where nothing else differs, it is the run; then the batch, the text and the rate may differ,
+    and it is another one."""
+    config = with_changes(
+        small_run, steps=8, sample_tokens=0, out=str(tmp_path / "whole"), keep_every=4
+    )
+    config = with_changes(config, model={"num_layers": 2, "scan_layers": scan})
+    whole = jgpt.fit(config, progress=None)
+    branch: dict[str, Any] = {"initial": f"{whole.path}@4", "with_optimizer": True}
+    same = dataclasses.replace(config, out=str(tmp_path / "same"))
+    other = with_changes(
+        same, out=str(tmp_path / "other"), batch_size=3, optimizer={"learning_rate": 3e-3}
+    )
+
+    again = jgpt.fit(same, **branch, progress=None)
+
+    assert again.metrics["step"] == [5, 6, 7, 8]
+    assert again.metrics["loss"] == whole.metrics["loss"][4:]
+    assert again.metrics["validation_loss"][-1] == whole.metrics["validation_loss"][-1]
+    (line,) = RunDirectory.open(path_of(again)).provenance()
+    assert (line["step"], line["initial"]) == (4, f"{whole.path}@4")
+
+    with pytest.raises(TrainingStopped, match="after step 7"):
+        jgpt.fit(other, **branch, progress=None, should_stop=stopping(path_of(again), after=0))
+    resumed = jgpt.fit(other, **branch, resume=True, progress=None)
+
+    assert resumed.metrics["step"] == [5, 6, 7, 8]
+    assert resumed.metrics["loss"][0] != whole.metrics["loss"][4]
+    assert resumed.metrics["tokens"][-1] == 8 * 3 * 7
+
+
+def test_moments_of_another_optimizer_are_refused_by_name(trained, config):
+    branch: dict[str, Any] = {"with_optimizer": True, "progress": None}
+    muon = with_changes(config, steps=12, optimizer={"optimizer": "muon"})
+    wider = with_changes(config, steps=12, model={"hidden_dim": 31})
+    last = f"{trained.path}@11"
+
+    with pytest.raises(ValueError, match=r"`optimizer\.optimizer` is 'adamw' there, 'muon' in the"):
+        jgpt.fit(muon, initial=last, **branch)
+    with pytest.raises(ValueError, match="another architecture"):
+        jgpt.fit(wider, initial=last, **branch)
+    with pytest.raises(ValueError, match="`with_optimizer=True` needs `initial=RUN@STEP`"):
+        jgpt.fit(config, **branch)
+    with pytest.raises(ValueError, match="GPT has no moments"):
+        jgpt.fit(config, initial=trained.model, **branch)
+    with pytest.raises(ValueError, match="has no checkpoint 5: it has 8, 11"):
+        jgpt.fit(config, initial=f"{trained.path}@5", **branch)
+
+
+def test_the_commands_take_a_checkpoint_by_its_step(trained, tmp_path):
+    last = f"{trained.path}@11"
+    words = ("train", "--initial", last, "--steps", 13, "--sample-tokens", 0, "--out", "r")
+
+    done = command(*words, "--with-optimizer", cwd=tmp_path)
+
+    assert done.code == 0, done.stderr
+    assert jgpt.load(tmp_path / "r").metrics["step"] == [12, 13]
+    drawn = command("sample", last, "--max-new-tokens", 5, "--seed", 3, cwd=tmp_path)
+    assert drawn.code == 0, drawn.stderr

@@ -1,6 +1,8 @@
 """Runs with an objective of one's own: recorded, logged, resumed, on a mesh, and refused."""
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,35 +11,49 @@ import pytest
 
 import jgpt
 from jgpt.fields import Code, from_json, to_json
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.runs.directory import RunDirectory
+from jgpt.runs.fit import TrainingStopped
+from jgpt.training.objective import next_token_loss
 from tests.commands import jgpt as command
 from tests.commands import refused
+from tests.runs.harness import path_of, stopping
+from tests.runs.test_trackers import events_of
 
 FILE = """
 import jax.numpy as jnp
 import jgpt
+from flax import nnx
 from jgpt.training.objective import next_token_loss
 
 
-def distillation(config):
-    teacher = jgpt.GPT(config.model, rngs=jgpt_rngs(5))
+class Distillation(nnx.Module):
+    def __init__(self):
+        config = jgpt.ModelConfig(
+            vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12
+        )
+        self.teacher = jgpt.GPT(config, rngs=nnx.Rngs(5))
 
-    def objective(model, batch, rngs):
-        loss = next_token_loss(model, batch, rngs).value
-        difference = jnp.square(model(batch.inputs) - teacher(batch.inputs)).mean()
+    def __call__(self, model, tokens, rngs):
+        loss = next_token_loss(model, tokens, rngs)
+        inputs = tokens[:, :-1]
+        difference = jnp.square(model(inputs) - self.teacher(inputs)).mean()
         return jgpt.Loss(loss + 0.1 * difference, metrics={"distance/teacher": difference})
 
-    return objective
+
+distillation = Distillation()
 
 
-def jgpt_rngs(seed):
-    from flax import nnx
+def halved(model, tokens, rngs):
+    loss = next_token_loss(model, tokens, rngs)
+    return jgpt.Loss(loss, metrics={"mine/half": loss / 2})
 
-    return nnx.Rngs(seed)
+
+def wrong(model, tokens, rngs):
+    return model(tokens[:, :-1])
 
 
-def wrong(config):
-    return lambda model, batch, rngs: model(batch.inputs)
+def fails(model, tokens, rngs):
+    return model.nothing
 """
 
 
@@ -55,35 +71,27 @@ def config(small_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, file, tmp_path):
+    """One that holds a teacher, whose arrays are not saved."""
     objective = f"{file}:distillation"
     run = jgpt.fit(config, objective=objective, progress=None)
     stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
-    begun = tmp_path / "stopped/config.json"
-    stops = iter([False, False, True])
+    stop = stopping(tmp_path / "stopped")
     with pytest.raises(TrainingStopped):
-        jgpt.fit(
-            stopped,
-            objective=objective,
-            progress=None,
-            should_stop=lambda: begun.exists() and next(stops),
-        )
+        jgpt.fit(stopped, objective=objective, progress=None, should_stop=stop)
     with pytest.raises(ValueError, match=r"never loads by itself: give `objective=.*my\.py:dist"):
         jgpt.fit(stopped, resume=True, progress=None)
     resumed = jgpt.fit(stopped, objective=objective, resume=True, progress=None)
 
     for name in ("loss", "distance/teacher", "gradient_norm"):
-        np.testing.assert_array_equal(run.metrics[name], resumed.metrics[name])
-    np.testing.assert_array_equal(
-        run.model.token_embedding.embedding[...],  # type: ignore[attr-defined]
-        resumed.model.token_embedding.embedding[...],  # type: ignore[attr-defined]
-    )
-    assert min(run.metrics["distance/teacher"][1:]) > 0
-    recorded = jgpt.load(run.directory).config.objective
+        assert run.metrics[name] == resumed.metrics[name]
+    assert run.validation_loss == resumed.validation_loss
+    assert min(run.metrics["distance/teacher"]) > 0
+    recorded = jgpt.load(path_of(run)).config.objective
     assert isinstance(recorded, Code)
-    assert (recorded.name, Path(recorded.file or "").name) == ("distillation", "my.py")
-    assert from_json(jgpt.TrainConfig, to_json(run.config)).objective == Code.of(
-        run.config.objective
-    )
+    assert Path(recorded.file or "").name == "my.py"
+    assert (path_of(run) / "code" / "my.py").read_text() == FILE
+    reread = from_json(jgpt.TrainConfig, to_json(run.config))
+    assert reread.objective == Code.of(run.config.objective)
 
 
 @pytest.mark.slow
@@ -92,38 +100,81 @@ def test_an_objective_trains_on_a_mesh_with_the_same_numbers(config, file, tmp_p
     objective = f"{file}:distillation"
     run = jgpt.fit(config, objective=objective, progress=None)
     sharded = dataclasses.replace(config, mesh="data=4,fsdp=2", out=str(tmp_path / "sharded"))
-    begun = tmp_path / "sharded/config.json"
-    stops = iter([False, False, True])
+    stop = stopping(tmp_path / "sharded")
     with pytest.raises(TrainingStopped):
-        jgpt.fit(
-            sharded,
-            objective=objective,
-            progress=None,
-            should_stop=lambda: begun.exists() and next(stops),
-        )
+        jgpt.fit(sharded, objective=objective, progress=None, should_stop=stop)
     other = jgpt.fit(sharded, objective=objective, resume=True, progress=None)
 
     for name in ("loss", "distance/teacher"):
         np.testing.assert_allclose(other.metrics[name], run.metrics[name], rtol=1e-4)
 
 
-def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path):
-    with pytest.raises(ValueError, match=r"must return a scalar.*not float32\[5,7,"):
-        jgpt.fit(config, objective=f"{file}:wrong", progress=None)
+def with_metrics(model, tokens, rngs):
+    """An objective with metrics, one of which is not finite at some steps."""
+    loss = next_token_loss(model, tokens, rngs)
+    odd = tokens.sum() % 2.0
+    return jgpt.Loss(loss, metrics={"mine/half": loss / 2, "mine/odd": odd, "undefined": 1 / odd})
+
+
+def test_metrics_of_an_objective_are_in_all_places(config):
+    config = dataclasses.replace(config, trackers=("tensorboard",))
+
+    run = jgpt.fit(config, objective=with_metrics, progress=None)
+
+    lines = RunDirectory(path_of(run)).metrics()
+    told = {}
+    for event in events_of(path_of(run) / "tensorboard"):
+        for value in event.summary.value:
+            told[event.step, value.tag] = value.simple_value
+    odd = 0
+    for line in lines:
+        assert line["loss"] == 2 * line["mine/half"]
+        assert (line["undefined"] is None) == (line["mine/odd"] == 0)
+        odd += line["mine/odd"]
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                assert told.pop((line["step"], name)) == np.float32(value)
+    assert 0 < odd < 11
+    assert told == {}
+    undefined = [math.isnan(value) for value in run.metrics["undefined"]]
+    assert undefined == [value == 0 for value in run.metrics["mine/odd"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", r"must return a scalar.*not float32\[5,7,"),
+        ("fails", r"'GPT' object has no attribute 'nothing'"),
+        ("Distillation", r"the objective must take \(model, tokens, rngs\): "),
+        ("halve", r"no function or class 'halve' \(did you mean 'halved'\?\)"),
+    ],
+)
+def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path, name, message):
+    with pytest.raises((ValueError, AttributeError), match=message):
+        jgpt.fit(config, objective=f"{file}:{name}", progress=None)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_the_command_takes_an_objective(config, file, tmp_path, poem):
+def test_the_commands_take_an_objective_and_plot_its_metrics(file, tmp_path, poem):
+    picture = tmp_path / "m.svg"
     sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
     given = ("train", "tiny", "--data", poem, *sizes, "--steps", "2", "--sample-tokens", "0")
-    line = refused(*given, "--objective", "my.py:wrong", "--out", "wrong", cwd=tmp_path)
-    assert "must return a scalar" in line
-    assert "no function or class 'distilation' (did you mean 'distillation'?)" in refused(
-        *given, "--objective", "my.py:distilation", cwd=tmp_path
-    )
-    done = command(*given, "--objective", "my.py:distillation", "--out", "r", cwd=tmp_path)
+    line = refused(*given, "--objective", "my.py:fails", "--out", "wrong", cwd=tmp_path)
+    assert line.startswith("jgpt: my.py, line 35: return model.nothing: AttributeError: ")
+
+    done = command(*given, "--objective", "my.py:halved", "--out", "r", cwd=tmp_path)
+
     assert done.code == 0, done.stderr
     assert "custom objective" in done.stdout
-    assert "distillation; validation losses are cross-entropies" in " ".join(done.stdout.split())
+    assert "halved; validation losses are cross-entropies" in " ".join(done.stdout.split())
     assert jnp.isfinite(jgpt.load(tmp_path / "r").model(jnp.ones((1, 3), int))).all()
+    last_line = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert "mine/half" in json.loads(last_line)
+    for metric in ("mine/half", "mine", "loss"):
+        drawn = command("plot", "r", "--metric", metric, "--out", picture, cwd=tmp_path)
+        assert drawn.code == 0, drawn.stderr
+        assert picture.read_bytes().startswith(b"<?xml")
+    misspelt = refused("plot", "r", "--metric", "mine/halt", "--out", "n.svg", cwd=tmp_path)
+    assert "r has no metric 'mine/halt' (did you mean 'mine'?)" in misspelt
+    assert not (tmp_path / "n.svg").exists()

@@ -1,11 +1,9 @@
 """A user's own model and optimizer: from Python, by file on the command line, and their records."""
 
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +18,22 @@ from flax import nnx
 
 import jgpt
 from jgpt.config import TrainConfig
-from jgpt.fields import Code, from_json, to_json
-from jgpt.fitting.evaluate import evaluate
-from jgpt.fitting.stopping import TrainingStopped
+from jgpt.fields import Code
+from jgpt.files import sha256_of
 from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
-from jgpt.nn.models import create_model, weight_dimensions, weights_of
+from jgpt.nn.models import create_model, require_parameters_only, weight_dimensions, weights_of
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.manifest import sha256_of
+from jgpt.runs.fit import TrainingStopped
 from jgpt.training.optimizer import make_optimizer, partition
 from jgpt.training.placement import parameters_without_names
 from jgpt.training.state import state_specs
-from jgpt.user_code import changed_code, code_facts, load_code, with_code
+from jgpt.user_code import load_code, with_code
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
 from tests.quick import only
-from tests.runs.harness import Heard
+from tests.runs.harness import Heard, path_of, stopping
 
 
 @dataclass(frozen=True)
@@ -111,15 +108,8 @@ def stopped_config(small_run, tmp_path_factory):
     """The config of the same run, which was stopped after two of its steps."""
     out = tmp_path_factory.mktemp("stopped") / "stopped"
     config = dataclasses.replace(config_of_sums(small_run, out), steps_per_call=1)
-    stops = iter([False, False, True])
-
-    def should_stop():
-        # a text that is read asks for a stop, too
-        begun = (out / "config.json").exists()
-        return begun and next(stops)
-
     with pytest.raises(TrainingStopped):
-        jgpt.fit(config, **OWN, should_stop=should_stop)
+        jgpt.fit(config, **OWN, should_stop=stopping(out))
     return config
 
 
@@ -176,7 +166,7 @@ def test_a_run_of_its_own_is_resumed_bitwise(own_run, stopped, capsys, monkeypat
 
 @pytest.mark.slow
 def test_a_run_of_its_own_is_loaded_and_evaluated(own_run):
-    directory = own_run.directory
+    directory = path_of(own_run)
 
     model, tokenizer, found = jgpt.load(directory, model=Sums)
 
@@ -187,18 +177,9 @@ def test_a_run_of_its_own_is_loaded_and_evaluated(own_run):
     assert type(found.model) is SumsConfig
     assert found.model.rank == 3
     assert jgpt.load(directory, **OWN).config == own_run.config
-    assert evaluate(directory, model=Sums).loss == own_run.validation_loss
+    assert jgpt.evaluate(directory, model=Sums).loss == own_run.validation_loss
     with pytest.raises(ValueError, match=r"model is .*test_own.py:Sums, which a run never loads"):
         jgpt.load(directory)
-
-
-@pytest.mark.slow
-def test_the_metrics_of_a_run_are_columns(own_run):
-    columns = own_run.metrics
-
-    assert columns["step"] == [0, 1, 2, 3, 4]
-    assert np.isnan(columns["loss"]).tolist() == [True, False, False, False, False]
-    assert columns["validation_loss"][4] == own_run.validation_loss
 
 
 def maker_of(**attributes):
@@ -228,7 +209,7 @@ def make_with_dropout(config, *, rngs):
         (maker_of(vocab_size=11, block_size=64, logits=1), "a Mine lacks hidden, which"),
         (maker_of(**WHOLE | {"vocab_size": 9}), "Mine.vocab_size is 9, not the config's 11"),
         (make_no_module, "a dict lacks vocab_size, block_size, hidden, logits, __call__"),
-        (make_with_dropout, "a Mine holds RngCount, RngKey: a model holds nnx.Param alone"),
+        (make_with_dropout, "a Mine holds RngCount, RngKey: `fit` trains nnx.Param alone"),
     ],
     ids=["all", "one", "vocabulary", "module", "random numbers"],
 )
@@ -236,7 +217,7 @@ def test_what_a_model_lacks_is_said_by_name(make, message):
     config = jgpt.ModelConfig(vocab_size=11, make=make)
 
     with pytest.raises(ValueError, match=re.escape(message)):
-        create_model(config, rngs=nnx.Rngs(0))
+        require_parameters_only(create_model(config, rngs=nnx.Rngs(0)))
 
 
 def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
@@ -428,8 +409,8 @@ def test_a_mesh_shards_by_the_users_names(template):
     mesh = abstract_mesh("fsdp=2,tensor=2")
     without_sharding = abstract_mesh("data=4")
 
-    expected = state_specs(config, mesh).weights["blocks"][0]
-    found = state_specs(own_config, mesh).weights["blocks"][0]
+    expected = state_specs(config, mesh)["model"]["blocks"][0]
+    found = state_specs(own_config, mesh)["model"]["blocks"][0]
 
     for name in ("query", "projection"):
         assert found["attention"][name] == expected["attention"][name]["kernel"]
@@ -618,19 +599,6 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_batches_that_come_to_an_end_have_a_place(poem, tmp_path):
-    """Within a generator, which a context manager is, Python hides a StopIteration."""
-    (tmp_path / "my.py").write_text(
-        "steps = iter([])\n\n\ndef batches(dataset, seed, step):\n    return next(steps)\n"
-    )
-    words = ("--batches", "my.py:batches", *SMALL, "--data", poem, "--out", "r")
-
-    said = refused("train", *words, cwd=tmp_path)
-
-    assert said == "jgpt: my.py, line 5: return next(steps): StopIteration:"
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.slow
 def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_path):
     """Its weights need no optimizer; `jgpt sample` has no such option."""
@@ -643,7 +611,7 @@ def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_pa
 
 
 def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
-    run = trained.directory
+    run = trained.path
     model = ("--model", "nothere.py:GPT")
     for words in (
         ("train", *model),
@@ -684,82 +652,6 @@ def test_info_is_of_the_custom_model(tmp_path):
     assert not re.search("^shapes for", said, re.MULTILINE)
 
 
-@pytest.fixture
-def code_of_four_files(tmp_path, monkeypatch):
-    """An optimizer in `mine.py`, which imports three files, and one that nothing imports."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("layers", "layers.norm", "sizes"):  # of another test
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    files = {
-        "sizes.py": "WIDTH = 3\n",
-        "layers/__init__.py": "from .norm import scale\n",
-        "layers/norm.py": "import sizes\n\nscale = sizes.WIDTH\n",
-        "unused.py": "import mine\n",
-        "mine.py": (
-            "import json\n"
-            "from layers import scale\n"
-            "\n\n"
-            "def make(config, steps):\n"
-            "    return scale\n"
-        ),
-    }
-    (tmp_path / "layers").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-
-
-@pytest.mark.usefixtures("code_of_four_files")
-def test_files_beside_custom_code_are_recorded_and_compared():
-    begun = with_code(TrainConfig(), optimizer="mine.py:make")
-    record = Code.of(begun.optimizer.make)
-    saved = from_json(TrainConfig, to_json(begun))
-    facts = code_facts(begun)
-
-    names = [name for name, _ in record.modules]
-    assert names == ["layers/__init__.py", "layers/norm.py", "sizes.py"]
-    assert saved.optimizer.make == record
-    assert changed_code(saved, begun) == []
-
-    Path("sizes.py").write_text("WIDTH = 4\n")
-
-    line = "sizes.py of the optimizer mine.py:make has changed since the run began"
-    assert changed_code(saved, begun) == [line]
-    digest = hashlib.sha256(b"WIDTH = 4\n").hexdigest()
-    changed_facts = code_facts(begun)
-    assert changed_facts == facts | {"sizes.py of the optimizer": f"SHA-256 {digest}"}
-    assert changed_facts != facts
-    assert changed_facts["model_code"] is None
-
-
-def folder_with(folder: Path, main: str, helpers: str) -> str:
-    """Write a file and what it imports; return the file's FILE.py:NAME."""
-    folder.mkdir(exist_ok=True)
-    (folder / "main.py").write_text(main)
-    (folder / "nearby_sizes.py").write_text(helpers)
-    return f"{folder / 'main.py'}:make"
-
-
-@pytest.fixture
-def nothing_imported(monkeypatch):
-    """A process that has imported no module of the name that the files below import."""
-    monkeypatch.setattr("sys.dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "nearby_sizes", raising=False)
-
-
-IMPORTS = "from nearby_sizes import width\n\n\ndef make():\n    return width\n"
-
-
-@pytest.mark.usefixtures("nothing_imported")
-def test_a_changed_file_beside_custom_code_is_imported_anew(tmp_path):
-    """What runs is what the run's record is of, also in a notebook that stays open."""
-    named = folder_with(tmp_path / "one", IMPORTS, "width = 3\n")
-    assert load_code(named)() == 3
-    assert load_code(named) is load_code(named)
-
-    folder_with(tmp_path / "one", IMPORTS, "width = 45\n")
-    assert load_code(named)() == 45
-
-
 def test_processes_with_other_code_are_rejected(config, monkeypatch):
     seen = []
 
@@ -767,7 +659,7 @@ def test_processes_with_other_code_are_rejected(config, monkeypatch):
         seen.append(facts["model_code"])
         raise ValueError("enough")
 
-    monkeypatch.setattr("jgpt.fitting.fit.require_same", compare)
+    monkeypatch.setattr("jgpt.runs.fit.require_same", compare)
     digest = sha256_of(Path(__file__))
 
     for make in (Sums, OtherSums):

@@ -8,7 +8,7 @@ import IPython
 import pytest
 
 from jgpt import fit
-from jgpt.fitting.progress import LineProgress, NotebookProgress, Progress, default_progress
+from jgpt.runs.progress import LineProgress, NotebookProgress, Progress, default_progress
 from tests.runs.harness import BIGRAM, with_changes
 
 
@@ -43,7 +43,7 @@ def test_a_notebook_draws_the_curve_in_one_place(small_run, tmp_path, monkeypatc
     ]
     assert len(re.findall(r"step \d+: validation loss", capsys.readouterr().err)) == 3
     progress = NotebookProgress()
-    progress.started(small_run, None, None, tmp_path / "run")  # type: ignore[arg-type]
+    progress.started(small_run, None, None, 0, tmp_path / "run")  # type: ignore[arg-type]
     progress.evaluated(11, 1.5)
     assert drawn[-1][1].startswith("<svg ")
     assert drawn[-1][1].endswith("</svg>")

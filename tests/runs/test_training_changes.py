@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,8 @@ def changed(tmp_path, monkeypatch, poem):
         Path("train.py").write_text(text)
         sys.modules.pop("my_gpt", None)  # of another test
         spec = importlib.util.spec_from_file_location("train", "train.py")
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "train", module)
         spec.loader.exec_module(module)
@@ -157,7 +160,8 @@ def test_batch_norm(changed):
     assert np.abs(means).max() > 1e-4  # it has followed the activations
 
     run = jgpt.load(module.OUT, which="last", model=f"{Path('train.py').resolve()}:GPT")
-    np.testing.assert_array_equal(run.model.batch_norm.mean.get_value(), means)
+    model: Any = run.model
+    np.testing.assert_array_equal(model.batch_norm.mean.get_value(), means)
     *_, last = lines_of(module)
     assert abs(jgpt.evaluate(run).loss - last["validation_loss"]) < 0.01
     assert len(run.generate(max_new_tokens=4)) == 4
@@ -166,7 +170,7 @@ def test_batch_norm(changed):
 def test_mean_teacher(changed):
     module = changed("mean_teacher", {'"embed_dim": 24': '"embed_dim": 24, "dropout": 0.1'})
     state = module.main("poem.txt")
-    loaded = jgpt.load(module.OUT, which="last").model
+    loaded: Any = jgpt.load(module.OUT, which="last").model
     average = state["average"]["token_embedding"]["embedding"].get_value()
     student = state["model"]["token_embedding"]["embedding"].get_value()
     np.testing.assert_array_equal(loaded.token_embedding.embedding.get_value(), average)

@@ -274,7 +274,7 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(
         raise KeyError("a parameter of a newer JAX")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jgpt.fitting.prepare.prove", crash)
+        patch.setattr("jgpt.runs.fit.prove", crash)
         code, *said = ran(*train, "--model", "peek.py:Peek", "--out", "crashed")
     assert code == 0
     assert "can't be proven: 'a parameter of a newer JAX'" in "".join(said)

@@ -15,8 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt import ModelConfig, TrainConfig
-from jgpt.hardware import CHIPS, Platform, topology
-from jgpt.parallel.mesh import current_mesh
+from jgpt.hardware import CHIPS, Machine, Platform, topology
 from jgpt.training import ahead
 from jgpt.training.ahead import CompiledStep, compile_ahead
 from jgpt.training.memory import TrainingMemory
@@ -175,15 +174,14 @@ def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
     monkeypatch.setattr(ahead, "topology", lambda on: (chip, jax.devices()[:4]))
     monkeypatch.setattr(ahead, "compile_steps", lambda config: types.SimpleNamespace())
     monkeypatch.setattr(ahead, "memory_of", lambda steps, config: TrainingMemory(300, 40))
+    machine = Machine(chip.platform, 4, chip.memory, host_memory=0)
 
-    def decide(config, machine):
-        assert machine.device_memory == chip.memory
-        assert machine.devices == 4
-        assert current_mesh().size == 4
+    def decide(config, of_machine):
+        assert of_machine == machine
         return dataclasses.replace(config, micro_batches=2)
 
-    monkeypatch.setattr(ahead, "with_micro_batches", decide)
-    config = dataclasses.replace(CONFIG, micro_batches="auto")
+    monkeypatch.setattr(ahead, "complete", decide)
+    config = dataclasses.replace(CONFIG, micro_batches=8)
 
     step = compile_ahead(config, "v5e:2x2")
 

@@ -75,7 +75,7 @@ def test_one_program_for_a_run_and_one_for_its_evaluations():
         state, _ = steps(state, windows, dropout_stream(0), count, first)
         counts = np.zeros((3, 5, 6), bool)
         counts[:count] = True
-        evaluate(state.weights, windows, jnp.asarray(counts))
+        evaluate(state["model"], windows, jnp.asarray(counts))
 
     assert steps._cache_size() == 1
     assert evaluate._cache_size() == 1
@@ -171,8 +171,8 @@ def test_a_step_and_an_evaluation_hold_the_logits_of_one_chunk(monkeypatch):
     train: Any = make_train_steps(CONFIG)
     evaluate: Any = make_eval_step(MODEL)
 
-    step = jax.make_jaxpr(train)(state, windows, dropout_stream(0), 2)
-    evaluation = jax.make_jaxpr(evaluate)(state.weights, windows, counts)
+    step = jax.make_jaxpr(train)(state, windows, dropout_stream(0), 2, 0)
+    evaluation = jax.make_jaxpr(evaluate)(state["model"], windows, counts)
 
     for program in (step, evaluation):
         rows = rows_of_the_vocabulary(str(program))

@@ -1,6 +1,5 @@
 """Evaluations: of how many targets, which ones, and in calls whose number changes no bit."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,20 +9,15 @@ import pytest
 from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import evaluation_windows
 from jgpt.training import evaluation
-from jgpt.training.evaluation import Evaluator, plan_evaluations
+from jgpt.training.evaluation import Evaluator, describe_targets, targets_of
 from jgpt.training.objective import loss_dtype
 from jgpt.training.state import init_state
 from jgpt.training.step import make_eval_step
 
-# 4,096 tokens a step, and so 12,288 times a forward pass over a token
-LARGE = TrainConfig(model=ModelConfig(block_size=256), batch_size=16, steps=60, eval_interval=30)
 TOKENS = np.random.default_rng(3).integers(0, 11, 400).astype(np.uint16)
 SMALL = TrainConfig(
     model=ModelConfig(architecture="bigram", vocab_size=11, block_size=6),
     batch_size=4,
-    steps=20,
-    eval_interval=10,
-    eval_tokens=None,
 )
 # twice the table's 121 weights for each target, and four windows of six targets in a batch
 WORK_OF_A_BATCH = 2 * 121 * 4 * 6
@@ -32,73 +26,32 @@ NINE_BATCHES = 9 * WORK_OF_A_BATCH
 
 
 @pytest.mark.parametrize(
-    ("changes", "split", "targets", "spread", "exact_last"),
+    ("eval_tokens", "split", "targets"),
     [
-        # the budget is 60 * 12,288 // 19 = 38,804; half of it is 75 windows and a part
-        ({}, 11_801_144, 75 * 256, True, False),
-        ({"eval_interval": 31}, 11_801_144, 75 * 256, True, False),
-        ({"eval_interval": 60}, 11_801_144, 151 * 256, True, False),
-        ({}, 131_072, 131_072, False, False),
-        ({}, 131_073, 75 * 256, True, False),
-        # 3,880,421: less than 60 times the split, but more than twice
-        ({"steps": 6000, "eval_interval": 100}, 200_000, 239 * 256, True, True),
-        ({"steps": 6000, "eval_interval": 100}, 1_940_211, 252 * 256, True, False),
-        ({"steps": 6000, "eval_interval": 3000}, 1_940_210, 1_940_210, False, False),
-        # two windows, and not even one
-        ({"eval_interval": 1}, 150_000, 2 * 256, True, False),
-        ({"steps": 2, "eval_interval": 1, "batch_size": 1}, 150_000, 256, True, False),
-        # what is given is done
-        ({"eval_tokens": None}, 11_801_144, 11_801_144, False, False),
-        ({"eval_tokens": 5000}, 11_801_144, 4999, False, False),
-        ({"eval_tokens": 5000}, 3000, 3000, False, False),
+        (131_072, 11_801_144, 131_072),
+        (131_072, 131_072, 131_072),
+        (None, 11_801_144, 11_801_144),
+        (5000, 11_801_144, 19 * 256),  # whole windows
+        (5000, 3000, 3000),
+        (100, 11_801_144, 256),  # one at least
+        (100, 200, 200),
     ],
 )
-def test_evaluations_take_as_many_targets_as_5_percent_of_the_flops(
-    changes, split, targets, spread, exact_last
-):
-    config = dataclasses.replace(LARGE, **changes)
+def test_an_evaluation_is_of_as_many_targets_as_are_asked_for(eval_tokens, split, targets):
+    model = ModelConfig(block_size=256)
+    config = TrainConfig(model=model, eval_tokens=eval_tokens)
 
-    plan = plan_evaluations(config, split + 1)
-
-    assert plan.targets == targets
-    assert plan.spread == spread
-    assert plan.exact_last == exact_last
-    assert plan.split_targets == split
-    if targets == split:
-        assert plan.over == ""
-    else:
-        assert plan.over == f" over {targets:,} of {split:,} tokens"
-    if plan.spread and targets > 256:
-        assert plan.share <= 0.05
+    assert targets_of(config, split + 1) == targets
 
 
-def test_a_share_counts_each_evaluation_and_the_exact_one():
-    config = dataclasses.replace(LARGE, steps=6000, eval_interval=100)
-
-    plan = plan_evaluations(config, 200_001)
-
-    evaluated = 60 * 239 * 256 + 200_000
-    trained = 6000 * 12_288
-    share = evaluated / (evaluated + trained)
-    assert plan.share == pytest.approx(share, rel=1e-12)
-    assert plan.evaluations == 60
-
-
-def test_more_steps_do_not_change_the_targets_of_a_run_that_has_begun():
-    config = dataclasses.replace(LARGE, steps=90, eval_interval=45)
-
-    resumed = plan_evaluations(config, 11_801_145, targets=75 * 256, comparable_after=7)
-    new = plan_evaluations(config, 11_801_145)
-
-    assert resumed.targets == 75 * 256
-    assert resumed.evaluations == 2
-    assert resumed.comparable_after == 7
-    assert new.targets == 113 * 256
+def test_a_loss_over_a_part_says_so():
+    assert describe_targets(4864, 11_801_144) == " over 4,864 of 11,801,144 tokens"
+    assert describe_targets(3000, 3000) == ""
 
 
 @pytest.fixture
 def weights() -> Any:
-    return init_state(SMALL).weights
+    return init_state(SMALL)["model"]
 
 
 def losses_by_window(weights: Any) -> np.ndarray:
@@ -120,11 +73,11 @@ def losses_by_batch(weights: Any, batch_size: int) -> list[Any]:
 def test_a_part_is_whole_windows_spread_evenly(weights):
     sums = losses_by_window(weights)
     assert len(sums) == 67
-    part = Evaluator(SMALL, TOKENS, 121, spread_targets=60)
+    part = Evaluator(SMALL, TOKENS, 121, targets=60)
     whole = Evaluator(SMALL, TOKENS, 121)
 
-    loss_of_part = part.exact(weights)
-    loss_of_whole = whole.exact(weights)
+    loss_of_part = part.mean(weights)
+    loss_of_whole = whole.mean(weights)
 
     spread = [0, 6, 13, 20, 26, 33, 40, 46, 53, 60]
     spread_sum = sums[spread].sum()
@@ -158,9 +111,8 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
     """Seventeen batches of four windows: all at once, or five in each of four calls."""
     # all in one call, as the compiled function itself gives it
     in_one_call = Evaluator(SMALL, TOKENS, 121)
-    expected = in_one_call.exact(weights)
-    expected_estimate = in_one_call.estimate(weights)
-    assert len(seen) == 2
+    expected = in_one_call.mean(weights)
+    assert len(seen) == 1
     windows, counts = evaluation_windows(TOKENS, 6, 4)
     total = make_eval_step(SMALL.model)(weights, windows, counts)
     assert expected == float(total) / 399
@@ -172,23 +124,15 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
         monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
     progress: list[Any] = []
     evaluator = Evaluator(SMALL, TOKENS, 121)
-    found = evaluator.exact(weights, lambda *done: progress.append(done))
+    found = evaluator.mean(weights, lambda *done: progress.append(done))
     windows_of_calls = [windows for _, windows in seen]
     assert found == expected
     assert progress == [(0, 399), (120, 399), (240, 399), (360, 399)]
     assert [windows.shape for windows in windows_of_calls] == [(5, 4, 7)] * 4
 
-    # an estimate is of some of the same windows, which are not on the device twice
+    # windows that are small stay on the device, and no call is compiled again
     seen.clear()
-    assert evaluator.estimate(weights) == expected_estimate
-    assert seen
-    for _, windows in seen:
-        is_shared = any(windows is other for other in windows_of_calls)
-        assert is_shared == resident
-
-    # windows that are small stay on the device, and no call of either kind is compiled again
-    seen.clear()
-    assert evaluator.exact(weights) == expected
+    assert evaluator.mean(weights) == expected
     for before, (_, again) in zip(windows_of_calls, seen, strict=True):
         assert (again is before) == resident
     for step, _ in seen:
@@ -207,7 +151,7 @@ def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
     evaluator = Evaluator(SMALL, TOKENS, 121)
 
     with pytest.raises(Stopped):
-        evaluator.exact(weights, stop)
+        evaluator.mean(weights, stop)
 
     assert len(seen) == 2
 
@@ -230,7 +174,7 @@ def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypat
     evaluator = Evaluator(SMALL, TOKENS, 121)
     assert events == []
 
-    evaluator.exact(weights, progress)
+    evaluator.mean(weights, progress)
     # no more than the call that is computed and the next one
     assert events == [
         "read 20",
@@ -278,19 +222,19 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
 
-    Evaluator(SMALL, TOKENS, 121).exact(weights)
+    Evaluator(SMALL, TOKENS, 121).mean(weights)
 
     assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
 
 
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
-    in_one_sum = Evaluator(SMALL, TOKENS, 121).exact(weights)
+    in_one_sum = Evaluator(SMALL, TOKENS, 121).mean(weights)
     parts = losses_by_batch(weights, batch_size=4)
     assert len(parts) == 17
 
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
     monkeypatch.setattr(evaluation, "BATCHES_PER_SUM", 1)
-    found = Evaluator(SMALL, TOKENS, 121).exact(weights)
+    found = Evaluator(SMALL, TOKENS, 121).mean(weights)
 
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399

@@ -18,9 +18,9 @@ def recording(config, steps):
     def init(params):
         return jnp.zeros(())
 
-    def update(updates, state, params, *, value_fn, **_):
+    def update(updates, state, params=None, **extra):
         others = jax.tree.map(lambda leaf: 2 * leaf, params)
-        return jax.tree.map(lambda leaf: -0.1 * leaf, updates), value_fn(others)
+        return jax.tree.map(lambda leaf: -0.1 * leaf, updates), extra["value_fn"](others)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

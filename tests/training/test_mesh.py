@@ -107,7 +107,7 @@ def trained(config: TrainConfig) -> tuple[np.ndarray, Any]:
         # equal, so that the next call compiles nothing
         assert leaf.sharding == sharding
     norm = 0.0
-    for leaf in jax.tree.leaves(state.weights):
+    for leaf in jax.tree.leaves(state["model"]):
         norm += float(jnp.abs(leaf).sum())
     return np.append(np.asarray(metrics.loss), norm), state
 
@@ -285,7 +285,7 @@ def test_an_evaluation_in_chunks_gathers_the_head_before_them(rows, gathers, mon
     monkeypatch.setattr(transformer, "gather_once", record_shape)
     monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 40 * rows)
     config = config_of("nanogpt", "adamw")
-    weights = abstract_state(config).weights
+    weights = abstract_state(config)["model"]
     windows = jnp.zeros((2, 24, 11), jnp.int32)
     counts = jnp.ones((2, 24, 10), bool)
     evaluate = make_eval_step(config.model)
@@ -305,7 +305,7 @@ def test_an_evaluation_is_that_of_one_device(mesh, rows, monkeypatch):
 
     def evaluated():
         evaluate = make_eval_step(config.model)
-        weights = init_state(config).weights
+        weights = init_state(config)["model"]
         return evaluate(weights, windows, counts)
 
     expected = evaluated()
@@ -449,3 +449,11 @@ def test_a_mesh_with_explicit_axes_is_rejected_by_name():
         pytest.raises(ValueError, match=r"explicit axes \(data, tensor\): make it with"),
     ):
         head(jnp.ones((8, 3, 10)))
+
+
+@pytest.mark.parametrize("make", [init_state, make_train_steps])
+def test_a_config_s_mesh_that_is_not_set_is_refused(make):
+    config = dataclasses.replace(CONFIGS["nanogpt"], mesh="data=8")
+    with pytest.raises(ValueError, match=r"^`mesh='data=8'` is set by `fit` alone: use jax.set_"):
+        make(config)
+    make(dataclasses.replace(config, mesh="data=1"))

@@ -11,11 +11,15 @@ import optax
 import optax.contrib
 import pytest
 
-from jgpt import ModelConfig, OptimizerConfig
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.data.batches import batches
 from jgpt.nn.models import abstract_model, weight_dimensions
+from jgpt.nn.stacking import unstack_blocks
 from jgpt.parallel.rules import Dimensions
 from jgpt.training.optimizer import clip_by_global_norm, make_optimizer, partition, trained_weights
 from jgpt.training.schedule import learning_rate_schedule
+from jgpt.training.state import dropout_stream, init_state
+from jgpt.training.step import make_train_steps
 from tests.models import compiled, nanogpt_rate, randomised, weights_of
 
 CONFIG = OptimizerConfig(learning_rate=0.6, min_learning_rate=0.06, warmup_steps=10)
@@ -313,6 +317,38 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     # trained at (1.5, 2) and (0, 0); the second has 2/3 of the weight
     np.testing.assert_allclose(state.trained["v"], [0.0, 0.0], atol=1e-5)
     np.testing.assert_allclose(average["v"], [0.5, 2 / 3], rtol=1e-4)
+
+
+def decaying_matrices(config, steps):
+    def mask(weights):
+        return jax.tree.map(lambda leaf: leaf.ndim >= 2, weights)
+
+    return optax.adamw(1e-2, weight_decay=1.0, mask=mask)
+
+
+def orthogonalising(config, steps):
+    return optax.contrib.muon(1e-2)
+
+
+@pytest.mark.parametrize("make", [decaying_matrices, orthogonalising])
+def test_a_custom_optimizer_sees_the_same_weights_with_and_without_a_scan(make):
+    """Stacked, the scales of norms would be matrices, and matrices would have three dimensions."""
+    model = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
+    config = TrainConfig(model, OptimizerConfig(make=make), batch_size=4)
+    windows = batches(np.arange(211, dtype=np.int32) ** 2 % 11, 0, 0, 3, 4, 6)
+
+    def trained(**changes):
+        changed = dataclasses.replace(config, model=dataclasses.replace(model, **changes))
+        steps = make_train_steps(changed)
+        state, _ = steps(init_state(changed), windows, dropout_stream(0), 3, 0)
+        return state["model"]
+
+    looped = trained()
+    scanned = unstack_blocks(trained(scan_layers=True))
+
+    assert jax.tree.structure(scanned) == jax.tree.structure(looped)
+    for found, expected in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 TABLES: dict[str, Dimensions] = {

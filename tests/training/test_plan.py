@@ -1,9 +1,7 @@
 """What a plan says of a run before it starts, computed by hand."""
 
-import contextlib
 import dataclasses
 import json
-import math
 import re
 import subprocess
 import sys
@@ -14,22 +12,11 @@ from typing import Any
 import jax
 import pytest
 
-from jgpt import ModelConfig, TrainConfig, preset
+from jgpt import ModelConfig, TrainConfig
 from jgpt.data.dataset import load_dataset
-from jgpt.fitting.resolve import for_machine
-from jgpt.hardware import Machine, Platform
-from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
-from jgpt.parallel.rules import shards_of
-from jgpt.training import memory, plan
-from jgpt.training.evaluation import EvaluationPlan
-from jgpt.training.memory import (
-    TrainingMemory,
-    compile_steps,
-    memory_of,
-    require_feasible,
-    training_memory,
-    with_micro_batches,
-)
+from jgpt.parallel.mesh import abstract_mesh, use_mesh
+from jgpt.training import plan
+from jgpt.training.memory import TrainingMemory, memory_of
 from jgpt.training.placement import (
     Placement,
     bytes_of,
@@ -54,10 +41,7 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
     model = dataclasses.replace(small_run.model, vocab_size=21)
     config = dataclasses.replace(small_run, model=model)
     characters = len(poem.read_text())
-    evaluations = EvaluationPlan(
-        evaluations=3, targets=5, split_targets=11, spread=True, exact_last=False, share=0.25
-    )
-    planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"), evaluations)
+    planned = make_plan(config, load_dataset(config.dataset, 7), Path("out"))
 
     assert planned == plan.Plan(
         config,
@@ -69,7 +53,7 @@ def test_a_plan_by_hand(small_run, poem, monkeypatch):
         memory=memory,
         # eleven steps of 5 x 7 tokens; a backward pass costs two forward passes
         flops=3 * FORWARD * 11 * 5 * 7,
-        evaluations=evaluations,
+        evaluation_targets=characters - int(characters * 0.9) - 1,
     )
 
 
@@ -90,18 +74,9 @@ def test_the_donated_state_is_counted_once():
     assert memory_of(silent, config) is None
 
 
-def test_a_number_of_micro_batches_that_is_given_stays():
-    given = dataclasses.replace(AUTO, micro_batches=4, batch_size=64)
-
-    with use_mesh(None):
-        decided = with_micro_batches(given, machine(device=1))
-
-    assert decided is given
-
-
 def test_a_state_is_parameters_and_two_moments_of_each():
     parameters = 21 * 12 + 7 * 12 + BLOCK + 3 * 12
-    counts = 4 * 3  # the state's step, and one each in Adam and its schedule
+    counts = 4 * 2  # one each in Adam and its schedule
     moments = 4 * 2 * parameters  # in float32, whatever the parameters are
     narrow = dataclasses.replace(MODEL, param_dtype="bfloat16")
 
@@ -141,26 +116,6 @@ def test_a_size_has_the_largest_unit_that_it_reaches(size, said):
     assert format_bytes(size) == said
 
 
-STATE = 3 * 4 * 124_439_808 + 12  # of gpt2
-
-
-@pytest.mark.parametrize(
-    ("mesh", "memory", "refused"),
-    [
-        (None, None, None),
-        (None, STATE, None),
-        (None, STATE - 1, r"1\.4 GiB, .* 1\.4 GiB"),
-        (None, 1 << 29, r"1\.4 GiB, .* 512\.0 MiB"),
-        ("fsdp=2", STATE * 51 // 100, None),
-        ("fsdp=2", STATE * 3 // 10, r"712\.7 MiB, the device has 427\.2 MiB: .*`mesh=fsdp=N`"),
-    ],
-)
-def test_a_state_that_no_device_holds_is_rejected(mesh, memory, refused):
-    config = dataclasses.replace(preset("gpt2"), mesh=mesh)
-    with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
-        require_feasible(config, memory)
-
-
 def test_a_mesh_shards_the_state_and_says_what_it_cannot():
     """Over fsdp=4 and tensor=2: 21 tokens can't be halved, two heads can."""
     config = TrainConfig(model=MODEL, batch_size=4, mesh="fsdp=4,tensor=2")
@@ -168,7 +123,7 @@ def test_a_mesh_shards_the_state_and_says_what_it_cannot():
     on_each = bytes_on_each(abstract_state(config), state_specs(config, mesh), mesh)
     # four attention matrices and the MLP's two in eighths, two tables in quarters, norms whole
     parameters = 4 * 12 * 12 // 8 + 2 * 12 * 48 // 8 + (21 + 7) * 12 // 4 + 3 * 12
-    assert on_each == 4 * (3 * parameters + 3)
+    assert on_each == 4 * (3 * parameters + 2)
     with use_mesh(config.mesh):  # memory is that of each device
         found = memory_of(compiled_with(argument=9000), config)
     assert found == TrainingMemory(on_each, 9000 - on_each)
@@ -189,110 +144,6 @@ def test_a_placement_says_what_shards_each_dimension():
     assert found[name] == Placement(name, "float32[21, 12@fsdp]", 4 * 21 * 12 // 3)
     name = "final_norm.scale"
     assert found[name] == Placement(name, "float32[12]", 4 * 12)
-
-
-def machine(device: int | None = None, host: int = 1 << 40) -> Machine:
-    return Machine(Platform("cpu"), devices=1, device_memory=device, host_memory=host)
-
-
-AUTO = TrainConfig(model=MODEL, batch_size=24, micro_batches="auto")
-
-
-@pytest.mark.parametrize(
-    ("limit", "mesh", "chosen"),
-    [
-        (100 + 10 * 24, None, 1),
-        (100 + 10 * 24 - 1, None, 2),
-        (100 + 10 * 8, None, 3),
-        (100 + 10 * 5, None, 6),  # nothing between 4 and 6 rows divides 24
-        (100 + 10 * 5, "data=2,fsdp=2,tensor=2", 2),  # 24 rows are 6 on each of 4
-        (3, None, 24),
-        (3, "fsdp=8", 3),
-    ],
-)
-def test_the_fewest_micro_batches_that_fit_and_divide(limit, mesh, chosen, monkeypatch):
-    """On a device that keeps 100 bytes, and 10 for each of its rows of a micro-batch."""
-    asked = []
-
-    def memory_of_rows(config):
-        asked.append(config.micro_batches)
-        rows = 24 // config.micro_batches // shards_of("batch", current_mesh())
-        return TrainingMemory(100, 10 * rows)
-
-    monkeypatch.setattr(memory, "training_memory", memory_of_rows)
-    accelerator = machine(device=math.ceil(limit / 0.9))  # a tenth stays free
-    # all of a CPU's devices have half of the machine's
-    devices = 1 if mesh is None else 8
-    cpu = machine(host=2 * devices * limit)
-
-    with use_mesh(mesh):
-        of_accelerator = with_micro_batches(AUTO, accelerator)
-        asked_once = list(asked)
-        of_cpu = with_micro_batches(AUTO, cpu)
-
-    assert of_accelerator.micro_batches == chosen
-    assert of_cpu.micro_batches == chosen
-    assert len(set(asked_once)) == len(asked_once)
-    assert len(asked_once) <= 3  # of up to 8 that divide
-
-
-def test_micro_batches_that_a_compiler_rejects_or_does_not_measure(monkeypatch):
-    def compiled(config, reason="RESOURCE_EXHAUSTED: 15.88G exceeds 15.75G"):
-        if config.micro_batches < 3:
-            raise jax.errors.JaxRuntimeError(reason)
-        return TrainingMemory(1, 1)
-
-    monkeypatch.setattr(memory, "training_memory", compiled)
-    assert with_micro_batches(AUTO, machine(device=99)).micro_batches == 3
-    monkeypatch.setattr(memory, "training_memory", lambda config: compiled(config, "INTERNAL"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        with_micro_batches(AUTO, machine(device=99))
-    monkeypatch.setattr(memory, "training_memory", lambda config: None)
-    assert with_micro_batches(AUTO, machine(device=99)).micro_batches == 1
-
-
-def test_micro_batches_are_measured_by_the_compiler():
-    """The limit lies between what two and three of them need."""
-    bigram = ModelConfig(architecture="bigram", vocab_size=99, block_size=64)
-    config = dataclasses.replace(AUTO, model=bigram, steps_per_call=1)
-    needs = [training_memory(dataclasses.replace(config, micro_batches=count)) for count in (2, 3)]
-    more, less = (each.state + each.working for each in needs if each is not None)
-    assert less < more
-    assert (
-        with_micro_batches(config, machine(device=(less + more) // 2 * 10 // 9)).micro_batches == 3
-    )
-    (_, windows, *_), _ = compile_steps(dataclasses.replace(config, micro_batches=1)).args_info
-    assert windows.shape == (1, 24, 64 + 1)  # a block, and the last one's target
-
-
-# a query's and a key's head of 8 features, where embed_dim / num_heads would be 6
-
-
-@pytest.mark.parametrize(
-    ("devices", "device_memory", "mesh"),
-    [
-        (1, None, None),
-        (8, None, "data=8"),
-        (8, 2 * STATE + 1, "data=8"),
-        (8, 2 * STATE, "fsdp=8"),
-        (8, STATE - 1, "fsdp=8"),  # which one device could not hold
-    ],
-)
-def test_all_accelerators_are_used_by_default(devices, device_memory, mesh):
-    several = dataclasses.replace(machine(device=device_memory), devices=devices)
-
-    config = for_machine(
-        dataclasses.replace(preset("gpt2"), batch_size=8, micro_batches=1), several
-    )
-
-    assert config.mesh == mesh
-
-
-def test_a_mesh_that_was_given_is_not_replaced_by_the_default():
-    several = dataclasses.replace(machine(), devices=8)
-    given = dataclasses.replace(AUTO, mesh="data=2,fsdp=4")
-
-    assert for_machine(given, several).mesh == "data=2,fsdp=4"
 
 
 @pytest.mark.slow

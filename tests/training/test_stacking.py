@@ -14,18 +14,9 @@ from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn.models import weight_dimensions
 from jgpt.nn.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
 from jgpt.parallel.mesh import make_mesh, use_mesh
-from jgpt.parallel.rules import shardings
 from jgpt.training import optimizer
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.state import (
-    TrainState,
-    abstract_state,
-    dropout_stream,
-    init_state,
-    stack_state,
-    state_specs,
-    unstack_state,
-)
+from jgpt.training.state import abstract_state, dropout_stream, init_state, state_specs
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
@@ -39,12 +30,14 @@ def with_layers(config: Any, layers: int = LAYERS, *, scan: bool) -> Any:
 
 
 def trained(config: Any) -> tuple[np.ndarray, Any]:
-    """The losses of a few steps, and the unstacked state after them."""
+    """The losses of a few steps, and the state after them with the blocks apart."""
     state = init_state(config)
     windows = batches(TOKENS, config.seed, 0, STEPS, config.batch_size, 10)
     key = dropout_stream(config.seed)
     state, metrics = make_train_steps(config)(state, windows, key, STEPS, 0)
-    return np.asarray(metrics.loss), unstack_state(state)
+    if config.model.scan_layers:
+        state = unstack_blocks(state)
+    return np.asarray(metrics.loss), state
 
 
 @functools.cache
@@ -143,18 +136,12 @@ def test_the_stack_s_own_axis_is_whole():
     config = with_layers(looped, scan=True)
     with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
         state = init_state(config)
-        as_in_a_checkpoint = shardings(state_specs(with_layers(config, scan=False)))
-        restored = jax.device_put(unstack_state(state), as_in_a_checkpoint)
-        again = stack_state(config, restored)
 
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
         assert specs == state_specs(config)
-        for leaf, again_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
-            assert again_leaf.sharding == leaf.sharding
-        assert furthest(again, state) == 0
 
-    moments = state.optimizer[1][0].mu
-    for weights in (state.weights, moments):
+    moments = state["optimizer"][1][0].mu
+    for weights in (state["model"], moments):
         kernel = weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
         for shard in kernel.addressable_shards:
             assert shard.data.shape == (LAYERS, 24, 14)
@@ -172,17 +159,9 @@ def test_the_stack_s_own_axis_is_whole():
 def test_only_scans_over_several_blocks_stack(changes, expected):
     config = config_of("nanogpt", "adamw", model=changes)
     state = abstract_state(config)
-    assert (STACKED.key in state.weights.get("blocks", {})) == expected
-    if not expected:
-        assert stack_state(config, state) is state is unstack_state(state)
+    assert (STACKED.key in state["model"].get("blocks", {})) == expected
     windows = jax.ShapeDtypeStruct((1, config.batch_size, 11), jnp.int32)
     make_train_steps(config).trace(state, windows, dropout_stream(1), 1, 0)
-
-
-def test_a_user_s_own_parameter_may_be_called_blocks():
-    weights = {"blocks": jnp.arange(6.0).reshape(2, 3)}
-    state = TrainState(weights, {}, jnp.int32(4))
-    assert unstack_state(state) is state
 
 
 @pytest.mark.slow
@@ -190,10 +169,10 @@ def test_an_evaluation_takes_both():
     config = with_layers(RUNS["modern"], scan=True)
     with jax.enable_x64(True):
         windows, counts = map(jnp.asarray, evaluation_windows(TOKENS, 10, 24))
-        state = init_state(config)
+        weights = init_state(config)["model"]
         evaluate = make_eval_step(config.model)
-        stacked = evaluate(state.weights, windows, counts)
-        unstacked = unstack_state(state).weights
+        stacked = evaluate(weights, windows, counts)
+        unstacked = unstack_blocks(weights)
         assert stacked == evaluate(unstacked, windows, counts)
         loop = make_eval_step(with_layers(config, scan=False).model)
         assert abs(loop(unstacked, windows, counts) - stacked) < 1e-9 * stacked
@@ -221,8 +200,8 @@ def test_muon_takes_one_layer_at_a_time():
     config = with_layers(MODERN, 7, scan=True)
     state = abstract_state(config)
     optimizer = make_optimizer(config.optimizer, 1, weight_dimensions(config.model))
-    weights = state.weights
-    text = str(jax.make_jaxpr(optimizer.update)(weights, state.optimizer, weights))
+    weights = state["model"]
+    text = str(jax.make_jaxpr(optimizer.update)(weights, state["optimizer"], weights))
     assert "48,56]" in text
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products

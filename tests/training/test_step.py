@@ -45,7 +45,7 @@ def initial():
 def run(train_steps, state, calls, config=CONFIG, slots=7):
     """Take steps in calls of the given counts; return the state and each step's metrics."""
     key = dropout_stream(config.seed)
-    taken = int(state.step)
+    taken = 0
     rows = []
     for count in calls:
         # a call has windows for `slots` steps, and takes `count` of them
@@ -53,9 +53,10 @@ def run(train_steps, state, calls, config=CONFIG, slots=7):
             TOKENS, config.seed, taken, slots, config.batch_size, config.model.block_size
         )
         state, metrics = train_steps(state, windows, key, count, taken)
-        metrics_of_slots = np.stack(jax.tree.leaves(metrics))
-        rows.append(metrics_of_slots[:, :count])
+        of_slots = np.stack([metrics.loss, metrics.gradient_norm, metrics.learning_rate])
+        rows.append(of_slots[:, :count])
         taken += count
+        assert int(metrics.taken) == taken
     return state, np.concatenate(rows, axis=1)
 
 
@@ -65,7 +66,6 @@ def bits(tree):
 
 def test_grouping_steps_into_calls_changes_no_bit(train_steps, initial):
     state, metrics = run(train_steps, initial(), [7])
-    assert int(state.step) == 7
     assert metrics.shape == (3, 7)
     assert np.isfinite(metrics).all()
 
@@ -81,7 +81,7 @@ def test_one_program_takes_any_count_and_the_donated_state(train_steps, initial)
     run(train_steps, state, [1, 2, 3])
 
     assert train_steps._cache_size() == 1
-    for leaf in jax.tree.leaves(state.weights):
+    for leaf in jax.tree.leaves(state["model"]):
         assert leaf.is_deleted()
 
 
@@ -101,11 +101,11 @@ def test_each_step_and_micro_batch_drops_out_with_a_key_of_its_own(parts, ema_de
         optimizer=optimizer,
     )
     state = init_state(config)
-    trained = state.weights
+    trained = state["model"]
     if ema_decay:
         # at first both are the same: then a gradient at the average would not be noticed
-        trained = jax.tree.map(lambda leaf: 1.5 * leaf, state.weights)
-        state = dataclasses.replace(state, optimizer=state.optimizer._replace(trained=trained))
+        trained = jax.tree.map(lambda leaf: 1.5 * leaf, trained)
+        state["optimizer"] = state["optimizer"]._replace(trained=trained)
     key = dropout_stream(config.seed)
     graph = nnx.graphdef(abstract_model(config.model))
     window = batches(TOKENS, config.seed, 0, 1, 5, 6)[0]
@@ -150,7 +150,7 @@ def test_a_new_seed_compiles_nothing_anew():
         state = abstract_state(config)
         windows = jax.ShapeDtypeStruct((7, config.batch_size, 7), jnp.int32)
         key = dropout_stream(config.seed)
-        return make_train_steps(config).lower(state, windows, key, 2).as_text()
+        return make_train_steps(config).lower(state, windows, key, 2, 0).as_text()
 
     assert program(other_seed) == program(CONFIG)
     assert program(other_batch) != program(CONFIG)  # so the texts can tell programs apart
@@ -168,8 +168,8 @@ def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     _, other_metrics = train_steps(initial(), windows, other_key, 2, 0)
 
     assert bits(init_state(CONFIG)) == bits(initial())
-    weights = bits(initial().weights)
-    assert bits(init_state(other).weights) != weights
+    weights = bits(initial()["model"])
+    assert bits(init_state(other)["model"]) != weights
     # parameters and dropout have keys of their own, though both come from the seed
     assert bits(weights_as_dropout) != weights
     # the same parameters and batches, another dropout
@@ -249,19 +249,22 @@ def test_a_step_that_is_not_finite_is_not_taken_nor_any_after_it(
     """The second's gradient is infinite."""
     good, _ = run(train_steps, initial(), [2])
     poisoned = jax.tree.map(jnp.array, good)
-    poisoned.weights["final_norm"]["scale"] = jnp.full(8, scale)
+    poisoned["model"]["final_norm"]["scale"] = jnp.full(8, scale)
     leaves_before = [np.asarray(leaf) for leaf in jax.tree.leaves(poisoned)]
     windows = batches(TOKENS, CONFIG.seed, 2, 7, 5, 6)
     key = dropout_stream(CONFIG.seed)
 
     after, metrics = train_steps(poisoned, windows, key, 3, 2)
 
-    assert int(after.step) == 2
+    assert int(metrics.taken) == 2
     assert math.isfinite(metrics.loss[0]) == loss_is_finite
     assert not math.isfinite(metrics.gradient_norm[0])
     np.testing.assert_array_equal(metrics.loss[1:], np.zeros(6))
 
-    later, _ = train_steps(after, windows, key, 3, 5)  # the call in flight meanwhile
+    # the call in flight meanwhile
+    later, metrics = train_steps(after, windows, key, 3, 5, metrics.taken)
+
+    assert int(metrics.taken) == 2
 
     for leaf, leaf_before in zip(jax.tree.leaves(later), leaves_before, strict=True):
         np.testing.assert_array_equal(leaf, leaf_before)
@@ -273,7 +276,7 @@ def test_a_micro_batch_is_all_that_is_computed_at_once(micro_batches):
     windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
     state = abstract_state(config)
 
-    program = make_train_steps(config).lower(state, windows, dropout_stream(0), 2).as_text()
+    program = make_train_steps(config).lower(state, windows, dropout_stream(0), 2, 0).as_text()
 
     # the first size of all logits, whose others are 6 positions and 11 tokens
     batch_sizes = set(re.findall(r"tensor<(\d+)x6x11xf32>", program))
@@ -316,10 +319,10 @@ def test_every_dtype_is_kept_in_training_and_evaluation(dtype, param_dtype):
     with jax.enable_x64(dtype == "float64"):
         state = abstract_state(config)
         steps = make_train_steps(config)
-        after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 7)
-        total = jax.eval_shape(make_eval_step(model_config), state.weights, windows, counts)
+        after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 7, 0)
+        total = jax.eval_shape(make_eval_step(model_config), state["model"], windows, counts)
 
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(after.weights)}
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(after["model"])}
         assert dtypes == {jnp.dtype(param_dtype)}
         assert after == state
         assert metrics.loss.dtype == total.dtype == wide

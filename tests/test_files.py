@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jgpt import durable
+from jgpt import files
 from jgpt.files import append, new_directory, sync_directory, write_file
 
 
@@ -91,7 +91,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
 
     path = tmp_path / "file"
     write_file(path, "old\n")
-    monkeypatch.setattr(durable.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     said = f"^{path} can't be written: No space left on device$"
     with pytest.raises(OSError, match=said):
         write_file(path, "new")
@@ -100,7 +100,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path, monkeypatc
     said = f"^{tmp_path}/out can't be written: No space left on device$"
     with pytest.raises(OSError, match=said), new_directory(tmp_path / "out") as partial:
         os.close(os.open(partial / "half", os.O_CREAT))
-    monkeypatch.setattr(durable.Path, "mkdir", lambda self, **_: self.suffix and full())
+    monkeypatch.setattr(files.Path, "mkdir", lambda self, **_: self.suffix and full())
     with pytest.raises(OSError, match=said), new_directory(tmp_path / "out", "text"):
         pass
     assert (names(tmp_path), path.read_text()) == (["file"], "old\n")
@@ -173,7 +173,7 @@ def test_where_folders_can_t_be_synced_files_still_are(tmp_path, monkeypatch, co
         synced.append(descriptor)
         fsync(descriptor)
 
-    monkeypatch.setattr(durable.os, "fsync", of_files_alone)
+    monkeypatch.setattr(files.os, "fsync", of_files_alone)
     if code == errno.EIO:  # the disk is broken
         with pytest.raises(OSError, match=os.strerror(code)):
             sync_directory(tmp_path)

@@ -1,16 +1,13 @@
-"""What is compiled is kept and heard of, and steps are traced."""
+"""What is compiled is kept for the next time."""
 
 import platform
 import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from jgpt.fitting import profiling
-from jgpt.fitting.profiling import compilations_watched
 from jgpt.hardware import enable_compilation_cache
 
 COMPILATION_CACHE = (
@@ -76,23 +73,3 @@ def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tm
 
     assert compilation_cache() == chosen
     assert chosen[0] == str(tmp_path)
-
-
-def test_a_recompilation_is_told_once_by_name_while_it_is_watched(monkeypatch):
-    told: list[str] = []
-    double = jax.jit(lambda x: 2 * x)
-    small, larger, largest = (jnp.zeros(size) for size in (3, 4, 5))
-    double(small)
-    with compilations_watched(told.append):
-        double(small)
-        assert told == []
-        double(larger)
-        double(largest)
-    assert told == [
-        "compiled again after warm-up: jit(<lambda>); JAX_EXPLAIN_CACHE_MISSES=1 says why"
-    ]
-    jax.jit(lambda x: 3 * x)(jnp.zeros(3))  # after the watch
-    monkeypatch.setattr(profiling, "COMPILED", "/jax/renamed")
-    with compilations_watched(told.append):
-        jax.jit(lambda x: 4 * x)(jnp.zeros(3))
-    assert len(told) == 1
