@@ -240,7 +240,7 @@ def runs(trained, tmp_path_factory) -> Path:
     for file in set(re.findall(r"(\w+\.py):GPT", text)):
         worked("new", folder / file)
     for run in set(re.findall(r"\bruns/\w+", text)):
-        (folder / run).mkdir(parents=True)
+        (folder / run / "checkpoints").mkdir(parents=True)
         for file in ("config.json", "tokenizer.json"):
             shutil.copy(trained.path / file, folder / run)
     return folder

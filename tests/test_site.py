@@ -232,9 +232,7 @@ MODEL_LINES = {
         "loss: float32[]; gradients: 11 arrays"
     ),
     'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",
-    'batch = jax.tree.map(lambda leaf: rules.shard_by_name(leaf, "batch", None), batch)': (
-        "batch: int32[batch=b window=t+1]"
-    ),
+    'batch = rules.shard_by_name(batch, "batch", None)': "batch: int32[b t+1]",
 }
 """Lines of each file that `docs/read_the_model.md` shows."""
 
