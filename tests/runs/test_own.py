@@ -652,26 +652,6 @@ def test_info_is_of_the_custom_model(tmp_path):
     assert not re.search("^shapes for", said, re.MULTILINE)
 
 
-def test_processes_with_other_code_are_rejected(config, monkeypatch):
-    seen = []
-
-    def compare(facts):
-        seen.append(facts["model_code"])
-        raise ValueError("enough")
-
-    monkeypatch.setattr("jgpt.runs.fit.require_same", compare)
-    digest = sha256_of(Path(__file__))
-
-    for make in (Sums, OtherSums):
-        with pytest.raises(ValueError, match="enough"):
-            jgpt.fit(config, model=make, progress=None)
-
-    assert seen == [
-        f"test_own.py:Sums of SHA-256 {digest}",
-        f"test_own.py:OtherSums of SHA-256 {digest}",
-    ]
-
-
 def group_sizes(config: TrainConfig) -> Counter[str]:
     """How many parameters each group of the optimizer has."""
     model = create_model(config.model, rngs=nnx.Rngs(0))
