@@ -217,7 +217,7 @@ def test_the_page_may_ask_no_host_for_anything():
 
 @pytest.fixture(scope="module")
 def run(trained) -> Path:
-    return trained.directory
+    return trained.path
 
 
 @pytest.mark.slow
