@@ -5,7 +5,6 @@ An import keeps these files unchanged in the run, and an export writes them agai
 transformers stops, pads and fills the template as before.
 """
 
-import contextlib
 import json
 import sys
 from collections.abc import Container, Iterator
@@ -226,17 +225,6 @@ def write_text_files(files: TextFiles, directory: Path) -> None:
         path = directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-
-
-def delete_text_files(directory: Path) -> None:
-    """Delete the files of `write_text_files`, and folders that become empty. Other files stay."""
-    for name in (*OF_THE_MODEL, *OF_THE_TOKENIZER):
-        (directory / name).unlink(missing_ok=True)
-    for path in (directory / MORE_TEMPLATES).glob("*.jinja"):
-        path.unlink()
-    for folder in (directory / MORE_TEMPLATES, directory):
-        with contextlib.suppress(OSError):  # it has other files or doesn't exist
-            folder.rmdir()
 
 
 def without_tokens_past(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from jgpt.runs.initial import (
 )
 from jgpt.runs.load import load
 from jgpt.runs.progress import Progress, default_progress, draw_losses
-from jgpt.runs.provenance import known_digest, known_initial, provenance
+from jgpt.runs.provenance import known_digest, known_initial, machine_choices, versions
 from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
 from jgpt.runs.run import OpenRun, Request, Run
 from jgpt.runs.trackers import Trackers, require_tracker
@@ -432,14 +432,13 @@ def _describe_sight(config: ModelConfig) -> str | None:
 
 def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Return the facts that must be equal in all processes of a run, by their names in messages."""
-    line = provenance(prepared.trained, prepared.dataset)
     facts: dict[str, Any] = dict(fields_of(prepared.trained))
     facts |= code_facts(prepared.trained)
     facts["resume"] = resume
     facts["overwrite"] = overwrite
-    facts["tokens_sha256"] = line["tokens_sha256"]
+    facts["tokens_sha256"] = prepared.dataset.digest
     # Another version of JAX may compute other numbers.
-    facts |= line["versions"]
+    facts |= versions()
     return facts
 
 
@@ -469,7 +468,7 @@ def _train(
     config = prepared.trained
     for line in run.changed_code():
         progress.warned(line)
-    run.facts = provenance(config, prepared.dataset)  # with what the machine decided
+    run.facts = machine_choices(config)
     first = 0
     init = functools.partial(init_state, config)
     if prepared.initial is not None:

@@ -17,18 +17,12 @@ _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
-    """Return a line of provenance.jsonl for a start or a resumption, without the step.
-
-    `config` is the one that is trained, in which the machine's choices are made.
-    """
+    """Return a line of provenance.jsonl for a start or a resumption, without the step."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "seed": config.seed,
-        "mesh": config.mesh,
-        "micro_batches": config.micro_batches,
-        "attention_kernel": getattr(config.model, "attention_kernel", None),
-        "activation_dtype": getattr(config.model, "activation_dtype", None),
+        **machine_choices(config),
         "optimizer": as_dict(config.optimizer),
         "tokens_sha256": dataset.digest,
         "tokens": len(dataset.train) + len(dataset.validation) + len(dataset.test),
@@ -39,8 +33,23 @@ def provenance(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions(),
     }
+
+
+def machine_choices(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of a complete config that another machine would choose differently."""
+    return {
+        "mesh": config.mesh,
+        "micro_batches": config.micro_batches,
+        "attention_kernel": config.model.attention_kernel,
+        "activation_dtype": config.model.activation_dtype,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the packages that may change the numbers of a run."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def known_digest(lines: list[dict[str, Any]]) -> str | None:

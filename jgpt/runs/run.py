@@ -171,8 +171,8 @@ class OpenRun:
         self.dataset = dataset
         self.report: Callable[[dict[str, Any]], None] = lambda line: None
         """Called in process 0 with each line of metrics when it is written."""
-        self.facts: dict[str, Any] = provenance(config, dataset)
-        """What the run's provenance records of this start."""
+        self.facts: dict[str, Any] = {}
+        """What the provenance of this start records beside what it always has."""
         self._directory = RunDirectory(path)
         self._resume = resume
         self._overwrite = overwrite
@@ -363,7 +363,8 @@ class OpenRun:
             write_file(self.path / CODE / file.name, file.read_bytes())
         cut(self.path / METRICS, step)
         cut(self.path / PROVENANCE, math.inf)
-        self._append(PROVENANCE, [{"step": step} | self.facts], durable=True)
+        line = {"step": step} | provenance(self.config, self.dataset) | self.facts
+        self._append(PROVENANCE, [line], durable=True)
         write_file(self.path / CONFIG, to_json(self.config))
 
     def save(self, step: int, state: State, validation_loss: Any = None) -> None:

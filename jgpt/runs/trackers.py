@@ -65,13 +65,13 @@ class Trackers:
     ) -> Iterator[Self]:
         """Open the trackers of a run at a step in process 0. Raises OSError if one can't be."""
         trackers = cls()
-        with raise_in_all_processes():
-            if process_index() == 0:
-                for name in config.trackers:
-                    # Weights & Biases may ask for a key, and has its own time limit.
-                    with _named(name):
-                        trackers._open[name] = _open(name, run, step, config, is_new=is_new)
         try:
+            with raise_in_all_processes():
+                if process_index() == 0:
+                    for name in config.trackers:
+                        # Weights & Biases may ask for a key, and has its own time limit.
+                        with _named(name):
+                            trackers._open[name] = _open(name, run, step, config, is_new=is_new)
             yield trackers
         finally:
             for name, tracker in trackers._open.items():
