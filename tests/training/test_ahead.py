@@ -267,8 +267,8 @@ def test_a_step_for_chips(on, package, tmp_path):
     assert list(tmp_path.iterdir()) == []  # from where the program for a TPU could not be read
     assert step.chips == 4
     assert step.mesh == "fsdp=4"
-    # parameters and two moments of each, and three counters
-    state = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 3 * 4
+    # parameters and two moments of each, and two counters
+    state = 4 * (3 * (PARAMETERS // 4 + NORMS)) + 2 * 4
     assert step.memory.state == state
     assert step.fits
     assert 0 < step.memory.working < 100 << 20
