@@ -213,14 +213,12 @@ def checks(preset: str, traced_presets: Sequence[str]) -> Figures:
     times["step"] = 1e3 * statistics.median(draws(lambda _: take(), 7)) / STEPS
     model = create_model(config.model, rngs=nnx.Rngs(0))
     tokens = jnp.zeros((config.batch_size, config.model.block_size), jnp.int32)
-    eager = draws(lambda _: jax.block_until_ready(model(tokens)), 9)
+    eager = draws(lambda _: jax.block_until_ready(model(tokens)), 60)
     times["eager forward"] = 1e3 * min(eager)
     for name in traced_presets:
         config = jgpt.preset(name)
         vocabulary = max(config.model.vocab_size, 65)  # data decides it in a run
         config = replace(config, model=replace(config.model, vocab_size=vocabulary))
-        if config.micro_batches == "auto":  # the memory of a device decides it in a run
-            config = replace(config, micro_batches=1)
         jax.clear_caches()
         timed(f"trace {name}", time.process_time, traced, config)
     return times

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 Record = TypeVar("Record")
 _Bind = Callable[[Any, Any], dict[str, Any]]
 
-_NO_SCOPE = Scope({}, {})
+_NO_SCOPE = Scope({})
 _SCOPE: ContextVar[Scope] = ContextVar("scope", default=_NO_SCOPE)
 """The scope of the innermost typed call, which `check` reads."""
 
@@ -101,7 +101,7 @@ class _Contract:
             arguments = self._bind(args, kwargs)
         except TypeError as misfit:  # its message doesn't name the function
             raise TypeError(f"{self._function.__qualname__}() {misfit}") from None
-        scope = Scope({}, arguments)
+        scope = Scope(arguments)
         for name, match, kind in self._arguments:
             values: Any = (arguments[name],)
             if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -181,6 +181,8 @@ def _binder(signature: inspect.Signature) -> _Bind:
                 )
             return bind_slowly(args, kwargs)
         arguments = dict(zip(positional, args, strict=False))
+        if len(args) == len(names) and not kwargs:
+            return arguments
         keywords = 0
         for name in names[len(args) :]:
             if name in kwargs:
@@ -214,7 +216,7 @@ def check(value: Result, annotation: Any) -> Result:
     match = matcher(annotation)
     assert match is not None  # an array annotation takes no other value
     if scope is _NO_SCOPE:
-        scope = Scope({}, {})
+        scope = Scope({})
     reason = match(value, scope)
     if reason:
         frame = sys._getframe(1)  # the caller of `check`

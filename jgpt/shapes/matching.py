@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import numpy as np
 from beartype import BeartypeConf
@@ -39,13 +39,21 @@ class AnyFloat:
     """Base of what stands for a float of any value during a proof."""
 
 
-class Scope(NamedTuple):
+class Scope:
     """What annotations of one typed call may name."""
 
-    sizes: dict[str, Any]
-    """The sizes that were bound so far, and the structures of trees."""
-    arguments: Mapping[str, Any]
-    """The arguments, which braces may name."""
+    __slots__ = ("arguments", "sizes")
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        """The arguments, which braces may name."""
+        self.sizes: dict[str, Any] = {}
+        """The sizes that were bound so far, and the structures of trees."""
+
+    def forget(self, count: int) -> None:
+        """Keep the first `count` sizes alone, as before an annotation that did not match."""
+        while len(self.sizes) > count:
+            self.sizes.popitem()  # a dict has them in the order in which they were bound
 
 
 Match = Callable[[Any, Scope], str]
@@ -57,6 +65,10 @@ Match = Callable[[Any, Scope], str]
 
 def matcher(hint: Any) -> Match | None:
     """Read an annotation; None if it takes any value."""
+    # Each evaluation of `Float[Array, "time"]` makes a class, so that a cache of classes would grow
+    # with each call of `check`.
+    if is_array(hint):
+        return _array(hint.dtype, hint.array_type, hint.dim_str)
     try:
         return _read(hint)
     except TypeError:  # an annotation that can't be hashed, such as Annotated[int, []]
@@ -70,8 +82,6 @@ def _read(hint: Any) -> Match | None:
     named = _without_name(hint)
     if named is not hint:
         return matcher(named)
-    if is_array(hint):
-        return _array(hint)
     if hasattr(hint, "leaftype"):
         return _tree(hint)
     if get_origin(hint) in _UNIONS:
@@ -134,14 +144,12 @@ def _union_of(alternatives: list[Match | None]) -> Match | None:
     def match(value: Any, scope: Scope) -> str:
         reasons = []
         for match_alternative in matchers:
-            before = dict(scope.sizes)
+            before = len(scope.sizes)
             reason = match_alternative(value, scope)
             if not reason:
                 return ""
             reasons.append(reason)
-            if len(scope.sizes) > len(before):  # by the first items of a tuple
-                scope.sizes.clear()
-                scope.sizes.update(before)
+            scope.forget(before)  # the sizes of the first items of a tuple
         return max(reasons, key=_nearness)
 
     return match
@@ -233,24 +241,25 @@ def _with_numbers(value: Any) -> Any:
 # --- one array -----------------------------------------------------------------------------------
 
 
-def _array(hint: Any) -> Match:
-    if "?" in hint.dim_str:
+@functools.cache
+def _array(kind: Any, library: Any, dimensions: str) -> Match:
+    """Match arrays of a library, of a kind such as `Float`."""
+    if "?" in dimensions:
         raise AnnotationError(
-            f"{describe_annotation(hint)}: a size of its own for each leaf, `?`, needs a tree with "
-            'a name, as in PyTree[Float[Array, "?size"], "Tree"]'
+            f"{_text(kind, library, dimensions)}: a size of its own for each leaf, `?`, needs a "
+            'tree with a name, as in PyTree[Float[Array, "?size"], "Tree"]'
         )
-    library = hint.array_type
-    dimensions = _Dimensions(hint)
+    match_shape = _shape(kind, library, dimensions)
 
     def match(value: Any, scope: Scope) -> str:
         if library is Any:
             if not is_shaped(value):
                 return "this value does not have both `shape` and `dtype` attributes"
         elif not isinstance(value, library):
-            return _not_an_array(hint, value)
-        if not _has_dtype(hint.dtype, value.dtype):
-            return f"this array has dtype {value.dtype}, which is no {_kind(hint)}"
-        return dimensions.match(value.shape, scope)
+            return _not_an_array(kind, library, value)
+        if not _has_dtype(kind, value.dtype):
+            return f"this array has dtype {value.dtype}, which is no {_kind(kind)}"
+        return match_shape(value.shape, scope)
 
     return match
 
@@ -261,117 +270,112 @@ def _has_dtype(kind: Any, dtype: Any) -> bool:
     return isinstance(types.SimpleNamespace(shape=(), dtype=dtype), kind[Any, ""])
 
 
-def _kind(hint: Any) -> str:
-    kind = hint.__name__.partition("[")[0]  # `Float` of `Float[Array, "batch time"]`
-    if kind == "Key":
-        return f"{kind}: jax.random.key makes one"
-    return kind
+def _text(kind: Any, library: Any, dimensions: str) -> str:
+    return describe_annotation(kind[library, dimensions])
 
 
-def _not_an_array(hint: Any, value: Any) -> str:
+def _kind(kind: Any) -> str:
+    name = kind.__name__
+    if name == "Key":
+        return f"{name}: jax.random.key makes one"
+    return name
+
+
+def _not_an_array(kind: Any, library: Any, value: Any) -> str:
     """Describe what is no array, or one of another library; jaxtyping names `ArrayImpl`."""
     import jax
 
-    library = "JAX"
+    name = "JAX"
     function = "jnp.asarray"
-    if hint.array_type is np.ndarray:
-        library = "NumPy"
+    if library is np.ndarray:
+        name = "NumPy"
         function = "np.asarray"
     advice = ""
-    if hint.__name__.startswith("Key"):  # an array of numbers is no key
+    if kind.__name__ == "Key":  # an array of numbers is no key
         advice = ": jax.random.key makes one"
     elif is_shaped(value) or isinstance(value, (list, tuple, int, float)):
         advice = f": {function} makes one"
-    kind = type(value).__name__
+    got = type(value).__name__
     if isinstance(value, jax.Array):
-        kind = "a JAX array"
-    return f"{kind} is not a {library} array{advice}"
+        got = "a JAX array"
+    return f"{got} is not a {name} array{advice}"
 
 
-class _Dimensions:
-    """The dimensions of an annotation."""
+def _shape(kind: Any, library: Any, dimensions: str) -> Callable[[Any, Scope], str]:
+    """Match shapes: return the reason why one does not match, or bind its sizes."""
+    words = dimensions.split()
+    variadic = None  # the index of the dimension of any length
+    for index, word in enumerate(words):
+        if "#" in word.partition("{")[0]:
+            raise AnnotationError(
+                f"{_text(kind, library, dimensions)}: a dimension that may be broadcast, `#`, is "
+                "not supported: write the size"
+            )
+        if word == "..." or word.rpartition("=")[2].startswith("*"):
+            variadic = index
+    count = len(words)
+    # A name, a number, an expression, or None for a dimension of any size.
+    expected_sizes = list(map(_size, words))
 
-    def __init__(self, hint: Any) -> None:
-        self.words = hint.dim_str.split()
-        self.variadic = None
-        """The index of the dimension of any length."""
-        for index, word in enumerate(self.words):
-            if "#" in word.partition("{")[0]:
-                raise AnnotationError(
-                    f"{describe_annotation(hint)}: a dimension that may be broadcast, `#`, is not "
-                    "supported: write the size"
-                )
-            if word == "..." or word.rpartition("=")[2].startswith("*"):
-                self.variadic = index
-        self.sizes = list(map(_size, self.words))
-        """A name, a number, an expression, or None for a dimension of any size."""
-
-    def match(self, shape: tuple[Any, ...], scope: Scope) -> str:
-        """Return the reason why a shape does not match, or bind its sizes."""
-        count = len(self.words)
-        if self.variadic is not None:
+    def match(shape: Any, scope: Scope) -> str:
+        if variadic is not None:
             length = len(shape) - count + 1
             if length < 0:
                 return (
                     f"this array has {len(shape)} dimensions, which is fewer than {count - 1} that "
                     "is the minimum expected by the type hint"
                 )
-            end = self.variadic + length
-            shape = (*shape[: self.variadic], shape[self.variadic : end], *shape[end:])
+            end = variadic + length
+            shape = (*shape[:variadic], shape[variadic:end], *shape[end:])
         elif len(shape) != count:
             return (
                 f"this array has {len(shape)} dimensions, not the {count} expected by the type hint"
             )
-        bound: list[str] = []
+        known = scope.sizes
+        before = len(known)
+        reason = ""
         try:
-            reason = self._bind(shape, scope, bound)
+            for expected, size in zip(expected_sizes, shape, strict=True):
+                if type(expected) is str:
+                    if expected not in known:
+                        known[expected] = size
+                    elif known[expected] != size:
+                        reason = _other_size(expected, size, known[expected])
+                        break
+                elif expected is not None:
+                    reason = _mismatch(expected, size, scope)
+                    if reason:
+                        break
         except AnnotationError:
             raise
         except Exception as error:  # raised in braces, or by sizes that can't be compared
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            for name in bound:  # an array that doesn't match binds nothing
-                del scope.sizes[name]
+            scope.forget(before)  # an array that doesn't match binds nothing
         return reason
 
-    def _bind(self, shape: tuple[Any, ...], scope: Scope, bound: list[str]) -> str:
-        """Match the size of each dimension; append the names that it binds to `bound`."""
-        known = scope.sizes
-        for index, size in enumerate(shape):
-            expected = self.sizes[index]
-            if expected is None:
-                continue
-            if type(expected) is not str:
-                reason = self._mismatch(index, size, scope)
-                if reason:
-                    return reason
-            elif expected not in known:
-                known[expected] = size
-                bound.append(expected)
-            elif known[expected] != size:
-                return _other_size(expected, size, known[expected])
-        return ""
+    return match
 
-    def _mismatch(self, index: int, size: Any, scope: Scope) -> str:
-        """Return the reason why a size is not the number, or the value of the expression."""
-        expected = self.sizes[index]
-        if type(expected) is int:
-            if expected == size:
-                return ""
-            return (
-                f"the dimension size {size} {_does_not_equal(size, expected)} {expected} as "
-                "expected by the type hint"
-            )
-        try:
-            value = expected.value(scope)
-        except NameError as error:
-            raise AnnotationError(f"dimension {self.words[index]!r}: {error}") from None
-        if value == size:
+
+def _mismatch(expected: Any, size: Any, scope: Scope) -> str:
+    """Return the reason why a size is not the number, or the value of the expression."""
+    if type(expected) is int:
+        if expected == size:
             return ""
         return (
-            f"the dimension size {size} {_does_not_equal(size, value)} the existing value of "
-            f"{self.words[index]}={value}"
+            f"the dimension size {size} {_does_not_equal(size, expected)} {expected} as "
+            "expected by the type hint"
         )
+    try:
+        value = expected.value(scope)
+    except NameError as error:
+        raise AnnotationError(f"dimension {expected.text!r}: {error}") from None
+    if value == size:
+        return ""
+    return (
+        f"the dimension size {size} {_does_not_equal(size, value)} the existing value of "
+        f"{expected.text}={value}"
+    )
 
 
 def _other_size(name: str, size: Any, known: Any) -> str:
@@ -432,6 +436,7 @@ class Expression:
         self._braces = [compile(brace.strip(), text, "eval") for brace in braces]
         whole = re.sub(r"\{[^{}]*\}", lambda _: f"_{next(numbers)}", text)
         self._whole = compile(whole, text, "eval")
+        self.text = text
 
     def value(self, scope: Scope) -> Any:
         """Evaluate it. Raises what the braces raise, and NameError for a size that isn't bound."""
@@ -504,7 +509,7 @@ def _tree(hint: Any) -> Match:
 
 
 def _matches(match: Match, value: Any) -> bool:
-    return not match(value, Scope({}, {}))
+    return not match(value, Scope({}))
 
 
 def _is_of_arrays(leaf: Any) -> bool:
@@ -524,4 +529,4 @@ def _own_leaf(leaf: Any, suffix: str) -> Match | None:
     if not is_array(leaf):
         return matcher(leaf)
     dimensions = re.sub(r"\?(\*?\w+)", rf"\1{suffix}", leaf.dim_str)
-    return _array(leaf.dtype[leaf.array_type, dimensions])
+    return _array(leaf.dtype, leaf.array_type, dimensions)

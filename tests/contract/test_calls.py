@@ -1,8 +1,10 @@
 """What holds from call to call: nothing said of one counts for the next, and scopes end."""
 
+import gc
 import inspect
 import sys
 import threading
+import weakref
 from typing import Any
 
 import jax.numpy as jnp
@@ -202,3 +204,17 @@ def test_importing_reads_no_annotation():
 
     with pytest.raises(Exception, match="3 invalid or unrecognized"):
         strange(3)
+
+
+def test_check_keeps_nothing_of_the_annotation_that_each_call_makes():
+    made = []
+
+    @typed
+    def function(x: Float[Array, "time width"]) -> Float[Array, "time"]:
+        annotation = Float[Array, "time width"]
+        made.append(weakref.ref(annotation))
+        return check(x, annotation).sum(axis=1)
+
+    function(jnp.ones((3, 5)))
+    gc.collect()
+    assert made[0]() is None
