@@ -3,11 +3,10 @@
     JAX_PLATFORMS=cpu python benchmarks/pages.py --rounds 2
 
 `tables.py` makes the table of docs/look.md from the record. A page is opened from disk. Then
-keys are pressed at the end of a text and at its beginning, where all numbers change. With the new
-letter the text has 128 tokens, or fewer where the block or the page has no room. A keystroke lasts
-until the page has drawn all that follows; its parts are measured, too. Half of the text is written
-on until the page is full. Sizes and times don't depend on training. The differences to JAX are
-those of these weights, none of which is zero.
+keys are pressed at the end of a text, which has 128 tokens with the new letter, or fewer where the
+block or the page has no room. A keystroke lasts until the page has drawn all that follows; its
+parts are measured, too. Half of the text is written on until the page is full. Sizes and times
+don't depend on training. The differences to JAX are those of these weights, none of which is zero.
 """
 
 import json
@@ -114,8 +113,8 @@ def write_page(preset: str, path: str) -> Figures:
     from jgpt.hardware import this_machine
     from jgpt.nn.models import abstract_model
     from jgpt.nn.precision import for_platform
-    from jgpt.pictures.numbers import Look
-    from jgpt.pictures.page import model_page
+    from jgpt.page.html import model_page
+    from jgpt.page.numbers import Look
     from tests.models import randomised, weights_of
 
     _, config = PRESETS[preset]
@@ -133,8 +132,8 @@ def write_page(preset: str, path: str) -> Figures:
 def refusals() -> dict[str, str]:
     """Return the reason why a preset has no page, for each that has none."""
     from jgpt.nn.models import abstract_model
-    from jgpt.pictures.page import require_room
-    from jgpt.pictures.program import Uncomputable
+    from jgpt.page.html import require_room
+    from jgpt.page.program import Uncomputable
 
     reasons = {}
     for name, (_, config) in PRESETS.items():
@@ -157,8 +156,7 @@ def measure_page(path: str, length: int) -> Figures:
         closeness = page.run("$('closeness').textContent")
         page.run(LISTENING)
         text = TEXT[: length - 1]
-        at_the_end = _keystrokes(page, text, len(text))
-        at_the_beginning = _keystrokes(page, text, 0)
+        keystrokes = _keystrokes(page, text)
         rates = []
         began = time.monotonic()
         # A page of one token, such as that of a bigram model, has no room to write on.
@@ -182,22 +180,20 @@ def measure_page(path: str, length: int) -> Figures:
         "difference_to_own_weights": float(differences[-1]),
         "load": load,
     }
-    for part, milliseconds in zip(PARTS, at_the_end, strict=True):
+    for part, milliseconds in zip(PARTS, keystrokes, strict=True):
         figures[f"{part}_milliseconds"] = milliseconds
-    for part, milliseconds in zip(PARTS, at_the_beginning, strict=True):
-        figures[f"{part}_at_the_beginning_milliseconds"] = milliseconds
     if rates:
         figures["tokens_per_second"] = max(rates)
     return figures
 
 
-def _keystrokes(page: Any, text: str, place: int) -> list[float]:
-    """Press keys at a place of a text; return the median of each of the PARTS."""
+def _keystrokes(page: Any, text: str) -> list[float]:
+    """Press keys at the end of a text; return the median of each of the PARTS."""
     measured = []
     until = time.monotonic() + MOST_SECONDS
     # A keystroke more than are counted, after which the program for this length is ready.
     while len(measured) <= KEYSTROKES and time.monotonic() < until:
-        ready = READY.replace("TEXT", json.dumps(text)).replace("PLACE", str(place))
+        ready = READY.replace("TEXT", json.dumps(text)).replace("PLACE", str(len(text)))
         page.run(ready)
         page.type("ab"[len(measured) % 2])
         measured.append(page.run("typed"))

@@ -143,7 +143,7 @@ def _wait(page: Page, condition: str) -> None:
 
 
 def draw_look(run: Path) -> None:
-    """Write the run's page, and three answers that are found in it by clicking."""
+    """Draw the run's page, and an answer that is found in it by clicking."""
 
     def clicked(page: Page, element: str) -> None:
         page.run(f"{element}.scrollIntoView({{ block: 'center' }})")
@@ -169,10 +169,6 @@ def draw_look(run: Path) -> None:
             ".reduce((best, w, key, all) => w > all[best] ? key : best, 0) })"
         )
         picture(page, "$('map').closest('section')", "look-letters")
-        picture(page, "$('why')", "look-weight")
-        clicked(page, "document.querySelector('[name=\"1.2\"]')")
-        _wait(page, "data.before && !asking")
-        picture(page, "$('changes')", "look-without")
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jgpt
 from jgpt.data.sources import has_shakespeare
-from jgpt.pictures.opening import opening_text
-from jgpt.pictures.page import model_page
+from jgpt.page.html import model_page
+from jgpt.page.opening import opening_text
 from jgpt.presets import preset
 
 NO_LESSON = '<span id="lesson"></span>'

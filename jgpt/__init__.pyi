@@ -12,7 +12,7 @@ from .nn.heads import Head, MultiHeadAttention
 from .nn.loss import cross_entropy
 from .nn.models import LanguageModel
 from .nn.transformer import GPT, Block, FeedForward
-from .pictures.page import look
+from .page.html import look
 from .presets import PRESETS, preset
 from .runs.evaluate import evaluate
 from .runs.fit import fit

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt.pictures.program import Program, encoded
+from jgpt.page.program import Program, encoded
 from tests.browser import CHROMIUM, browser
 
 NODE = shutil.which("node")
-INTERPRETER = Path(jgpt.__file__).parent / "pictures" / "page" / "interpreter.js"
+INTERPRETER = Path(jgpt.__file__).parent / "page" / "browser" / "interpreter.js"
 MODEL = INTERPRETER.with_name("model.js")
 UNPACKING = INTERPRETER.with_name("weights.js")
 DRIVER = Path(__file__).with_name("run_programs.js")
@@ -43,15 +43,6 @@ def run_programs(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list
     cases = _cases_of(calls)
     answers = _run("runCases", cases, interpreter)
     return [_decoded(call.program, answer) for call, answer in zip(calls, answers, strict=True)]
-
-
-def run_updates(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list[dict[str, Any]]:
-    """Run all programs again after other inputs, when they compute what differs alone.
-
-    Return for each how many outputs the other inputs have `changed`, and the names of the outputs
-    that are not those of a first run.
-    """
-    return _run("runUpdates", _cases_of(calls), interpreter)
 
 
 def _cases_of(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-// Runs programs of jgpt/pictures/program.py: cases in, the bytes of their results out.
+// Runs programs of jgpt/page/program.py: cases in, the bytes of their results out.
 //
 // node tests/run_programs.js FUNCTION INTERPRETER MODEL WEIGHTS < question.json
 
@@ -33,59 +33,6 @@ function runCases(cases) {
   });
 }
 
-// The same numbers, except for a few in a row that come from other places of an array.
-function withOthers(arrays, from) {
-  const changed = {};
-  Object.entries(arrays).forEach(([name, x], which) => {
-    const numbers = x.data.slice();
-    const n = numbers.length;
-    const start = Math.floor(n * ((from + 0.3 * which) % 1));  // not at the same place of all arrays
-    for (let i = start; i < Math.min(n, start + Math.ceil(n / 12)); i++) {
-      numbers[i] = x.data[(5 * i + 3) % n];
-    }
-    changed[name] = interpreter.array(x.dtype, x.shape, numbers);
-  });
-  return changed;
-}
-
-// Runs each case after other inputs, so that it computes what differs alone. Returns, for each case,
-// how many outputs the other inputs have changed, and the names of those that aren't as before.
-function runUpdates(cases) {
-  const bytesOf = (outputs) => {
-    const found = {};
-    for (const [name, x] of Object.entries(outputs)) {
-      const numbers = interpreter.copyOf(x);
-      // A NaN may have any sign.
-      numbers.forEach((number, i) => { if (Number.isNaN(number)) numbers[i] = NaN; });
-      found[name] = toBase64(numbers);
-    }
-    return found;
-  };
-  return cases.map(({program, weights, inputs}) => {
-    const machine = interpreter.load(program, arraysOf(weights));
-    const given = arraysOf(inputs);
-    const updated = (numbers) => {
-      try {
-        return bytesOf(machine.update(numbers));
-      } catch {
-        return {};  // no output is right
-      }
-    };
-    const expected = bytesOf(machine.run(given));
-    const differing = (found, wanted) => Object.keys(wanted).filter((name) => found[name] !== wanted[name]);
-    const wrong = new Set();
-    let changed = 0;
-    for (const from of [0, 0.2, 0.4, 0.6, 0.8, 0.95]) {
-      const others = withOthers(given, from);
-      const ofOthers = bytesOf(machine.run(others));
-      changed += differing(ofOthers, expected).length;
-      for (const name of differing(updated(others), ofOthers)) wrong.add(name);
-      for (const name of differing(updated(given), expected)) wrong.add(name);
-    }
-    return {changed, wrong: [...wrong]};
-  });
-}
-
 function runModel({description, weights, requests}) {
   const model = createModel(description, arraysOf(weights), interpreter);
   const plain = (key, value) => ArrayBuffer.isView(value) ? Array.from(value) : value;
@@ -114,6 +61,6 @@ if (typeof require !== "undefined") {
   globalThis.createModel = require(modelPath);
   globalThis.unpackWeights = require(unpackingPath);
   const question = JSON.parse(readFileSync(0, "utf8"));
-  Promise.resolve({runCases, runModel, runUnpacking, runUpdates}[name](question)).then(
+  Promise.resolve({runCases, runModel, runUnpacking}[name](question)).then(
     (answer) => process.stdout.write(JSON.stringify(answer)));
 }

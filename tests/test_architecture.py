@@ -21,7 +21,7 @@ LAYERS = (
     ("nn", "data"),
     ("training", "generation", "interop"),
     ("runs",),
-    ("pictures",),
+    ("page",),
     ("cli",),
     ("__main__",),
 )

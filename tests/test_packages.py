@@ -63,10 +63,10 @@ def test_a_wheel_has_the_files_that_are_not_python(wheel):
     assert "jgpt/__init__.pyi" in names
     assert "jgpt/cli/commands/new_gpt.py.txt" in names
     assert "jgpt/cli/commands/new_training.py.txt" in names
-    page = {path.name for path in (ROOT / "jgpt" / "pictures" / "page").iterdir()}
+    page = {path.name for path in (ROOT / "jgpt" / "page" / "browser").iterdir()}
     assert {"page.html", "page.css", "7_start.js"} <= page
     for name in page:
-        assert f"jgpt/pictures/page/{name}" in names
+        assert f"jgpt/page/browser/{name}" in names
 
 
 def test_a_wheel_says_what_it_is(wheel):

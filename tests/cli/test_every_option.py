@@ -516,7 +516,7 @@ def test_the_source_of_shapes(calls, monkeypatch):
 def test_pictures(loaded, calls, monkeypatch, tmp_path):
     calls.note("jgpt.runs.plots.runs_image", b"losses")
     calls.note("jgpt.runs.plots.metric_image", b"a metric")
-    calls.note("jgpt.pictures.page.model_page", "a page")
+    calls.note("jgpt.page.html.model_page", "a page")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: f"run {path}")
     type_in("plot", "one", "two", "--out", "my_losses.svg", cwd=tmp_path)
     assert calls["runs_image"] == {"runs": ["run one", "run two"], "format": "svg"}

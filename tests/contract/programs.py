@@ -32,7 +32,7 @@ from jgpt.nn.layers import apply_dropout
 from jgpt.nn.loss import cross_entropy, cross_entropy_from, token_losses_from
 from jgpt.nn.products import project
 from jgpt.nn.stacking import unstack_blocks
-from jgpt.pictures import anatomy, numbers
+from jgpt.page import anatomy, numbers
 from jgpt.runs import plots
 from jgpt.training import step
 from jgpt.training.evaluation import Evaluator

@@ -58,8 +58,8 @@ LOOSE = {
     "generation.text.default_prompt",
     "nn.loss._chunked",
     "runs.evaluate._tokens_of",
-    "pictures.anatomy.record_calls.<locals>.__call__",
-    "pictures.numbers.encode_text",
+    "page.anatomy.record_calls.<locals>.__call__",
+    "page.numbers.encode_text",
 }
 """Where sizes of the result depend on what is in the arguments: its ranks and dtypes are left."""
 STEPS = Float[Array, "steps"]

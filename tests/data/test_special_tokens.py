@@ -16,7 +16,7 @@ from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
-from jgpt.pictures.numbers import encode_text
+from jgpt.page.numbers import encode_text
 from tests.generation.test_chat import Model, with_chat_tokens
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9

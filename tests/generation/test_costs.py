@@ -10,7 +10,7 @@ from jgpt import CharTokenizer, generate
 from jgpt.generation import decoding
 from jgpt.generation.chat import Chat
 from jgpt.nn.loss import cross_entropy_from, token_losses_from
-from jgpt.pictures.numbers import Look
+from jgpt.page.numbers import Look
 from tests.generation.test_chat import chat_tokenizer
 from tests.models import normal, random_gpt
 

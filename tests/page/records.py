@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgpt.pictures.anatomy import Anatomy
-from jgpt.pictures.numbers import CANDIDATES, MOST_CANDIDATES, Look
+from jgpt.page.anatomy import Anatomy
+from jgpt.page.numbers import CANDIDATES, MOST_CANDIDATES, Look
 
 
 @dataclass(frozen=True)

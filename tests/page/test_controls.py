@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.pictures.page import Page as ShownPage
-from jgpt.pictures.page import model_page
+from jgpt.page.html import Page as ShownPage
+from jgpt.page.html import model_page
 from tests.browser import CHROMIUM, TWO_FRAMES, Page, shared_browser
 from tests.page.records import Changes, record_of
 from tests.page.test_page import STARTED, said

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jgpt.pictures.page import model_page
+from jgpt.page.html import model_page
 from tests.firefox import FIREFOX, browser
 from tests.page.test_page import RUNS_WEBASSEMBLY, STARTED
 from tests.page.test_program import TOKENIZER, look_of

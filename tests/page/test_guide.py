@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.pictures.code import code_of
-from jgpt.pictures.numbers import Look
+from jgpt.page.code import code_of
+from jgpt.page.numbers import Look
 from jgpt.user_code import load_code
 from tests.browser import CHROMIUM, TWO_FRAMES, Page
 from tests.page.records import Changes, record_of

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from jgpt import typed
 from jgpt.generation.decoding import generate
 from jgpt.nn.int8 import quantise
-from jgpt.pictures.model import page_model
-from jgpt.pictures.numbers import Look
-from jgpt.pictures.weights import pack_weights
+from jgpt.page.model import page_model
+from jgpt.page.numbers import Look
+from jgpt.page.weights import pack_weights
 from tests.javascript import needs_javascript, run_model, run_unpacking
 from tests.models import random_model
 from tests.page.records import Changes, record_of
@@ -331,7 +331,7 @@ def test_packed_weights_are_unpacked_in_javascript():
 
 @needs_javascript
 def test_large_weights_are_in_int8_with_scales_as_those_of_the_command(monkeypatch):
-    monkeypatch.setattr("jgpt.pictures.weights.FEWEST_QUANTISED", 12)
+    monkeypatch.setattr("jgpt.page.weights.FEWEST_QUANTISED", 12)
     random = np.random.default_rng(3)
     spread = np.exp(random.standard_normal(5)).astype(np.float32)  # of each output feature
     weights = {
@@ -416,7 +416,7 @@ def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
 @needs_javascript
 @pytest.mark.parametrize("name", only(["default preset"], ["default preset", "qwen3", "gpt2"]))
 def test_a_record_doesn_t_depend_on_the_texts_before_it(name):
-    """The worker computes what differs from the last text, here in two orders."""
+    """The worker remembers programs and the predictions of the last text."""
     tokens = list(TOKENS)
     other = TOKENIZER.encode(OTHER).tolist()
     requests = [
@@ -457,3 +457,18 @@ def test_hidden_arrays_have_no_numbers_and_are_finite_all_the_same():
         assert array == other | {"values": values}
     assert 0 < paths.count(hidden) < len(paths)
     assert diverged == {"error": "the forward pass is not finite: the model has diverged"}
+
+
+@needs_javascript
+def test_axes_of_windows_are_not_read_as_tokens():
+    """Local attention cuts a text into blocks of a window, here into 16 / 3 rounded up."""
+    config = {"attention_window": 3, "block_size": 16, "vocab_size": TOKENIZER.vocab_size}
+    look = Look(random_model("qwen3", **config), TOKENIZER, "a window")
+    texts = [list(TOKENS[:7]), list(TOKENS[:7]) * 2 + [1, 2]]
+    requests = [{"tokens": tokens} for tokens in texts]
+
+    records = run_model(page_model(look), look.named_weights(), requests)
+
+    for record, tokens in zip(records, texts, strict=True):
+        assert "error" not in record, record
+        assert_same_record(record, record_of(look, tokens))

@@ -9,9 +9,9 @@ import pytest
 
 import jgpt
 from jgpt.cli.commands.look import look
-from jgpt.pictures import model as page_model
-from jgpt.pictures import numbers
-from jgpt.pictures.opening import _beginning, opening_text
+from jgpt.page import model as page_model
+from jgpt.page import numbers
+from jgpt.page.opening import _beginning, opening_text
 
 TEXT = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind\n" * 40
 
@@ -80,7 +80,7 @@ def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatc
     assert (
         opening_text(directory, config, tokenizer, config.model.block_size) is not None
     )  # the control
-    monkeypatch.setattr("jgpt.pictures.opening.MOST_BYTES", len(TEXT) - 1)
+    monkeypatch.setattr("jgpt.page.opening.MOST_BYTES", len(TEXT) - 1)
     assert opening_text(directory, config, tokenizer, config.model.block_size) is None
     monkeypatch.undo()
     file.write_text(TEXT[::-1])

@@ -14,12 +14,12 @@ import pytest
 import jgpt
 from jgpt.data.characters import NumberTokenizer
 from jgpt.generation.decoding import generate
-from jgpt.pictures import model, numbers
-from jgpt.pictures import page as page_module
-from jgpt.pictures.numbers import Look
-from jgpt.pictures.page import model_page
-from jgpt.pictures.program import Uncomputable
-from jgpt.pictures.weights import pack_weights
+from jgpt.page import html as page_module
+from jgpt.page import model, numbers
+from jgpt.page.html import model_page
+from jgpt.page.numbers import Look
+from jgpt.page.program import Uncomputable
+from jgpt.page.weights import pack_weights
 from tests.browser import CHROMIUM, Page, shared_browser
 from tests.models import random_gpt
 from tests.page.records import Changes, record_of
@@ -172,7 +172,7 @@ def test_the_policy_of_a_page_lets_its_worker_run_webassembly(default_page, tmp_
 def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
     precision, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jgpt.pictures.weights.FEWEST_QUANTISED", 1)
+    monkeypatch.setattr("jgpt.page.weights.FEWEST_QUANTISED", 1)
     look = look_of("default preset")
     most_half_bytes = 10 if precision == "int8" else 1_000_000
     monkeypatch.setattr(

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jgpt import CharTokenizer, typed
-from jgpt.pictures.model import forward_program, gradient_program
-from jgpt.pictures.numbers import Look
-from jgpt.pictures.program import DEFINITIONS, Uncomputable, make_program
+from jgpt.page.model import forward_program, gradient_program
+from jgpt.page.numbers import Look
+from jgpt.page.program import DEFINITIONS, Uncomputable, make_program
 from tests.javascript import Call, needs_javascript, run_programs
 from tests.models import random_model
 from tests.quick import only

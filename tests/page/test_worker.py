@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jgpt.generation.decoding import generate
-from jgpt.pictures.model import page_model
-from jgpt.pictures.weights import pack_json, pack_weights
+from jgpt.page.model import page_model
+from jgpt.page.weights import pack_json, pack_weights
 from tests.browser import CHROMIUM, shared_browser
 from tests.javascript import INTERPRETER
 from tests.page.records import record_of

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 import jgpt
 from jgpt.cli import commands
-from jgpt.pictures.numbers import Look
+from jgpt.page.numbers import Look
 from jgpt.shapes import contract
 from jgpt.user_code import load_code
 from tests.models import loud, random_gpt

@@ -14,10 +14,9 @@ import pytest
 
 import jgpt
 from jgpt import CharTokenizer, fit, generate
-from jgpt.pictures import numbers
-from jgpt.pictures import page as html
-from jgpt.pictures.numbers import Look
-from jgpt.pictures.page import first_text, model_page
+from jgpt.page import html, numbers
+from jgpt.page.html import first_text, model_page
+from jgpt.page.numbers import Look
 from tests.browser import CHROMIUM, Page
 from tests.commands import refused, worked
 from tests.models import compiled, random_gpt

@@ -19,16 +19,16 @@ import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer
 from jgpt.data.encode import Tokenizer
-from jgpt.pictures import page as html
-from jgpt.pictures.program import Uncomputable
-from jgpt.pictures.vocabulary import Untranslatable, translate, vocabulary_of
+from jgpt.page import html
+from jgpt.page.program import Uncomputable
+from jgpt.page.vocabulary import Untranslatable, translate, vocabulary_of
 from tests.browser import CHROMIUM
 from tests.data.test_special_tokens import llama2, with_template
 from tests.quick import only
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="there is no node to run the script in")
-SCRIPT = Path(jgpt.__file__).parent / "pictures" / "page" / "tokenizer.js"
+SCRIPT = Path(jgpt.__file__).parent / "page" / "browser" / "tokenizer.js"
 SURROGATE = "the text contains a lone surrogate, which UTF-8 cannot represent"
 DRIVER = """
 const read = JSON.parse(require("fs").readFileSync(0, "utf8"));

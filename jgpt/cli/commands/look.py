@@ -44,8 +44,8 @@ def look(
     folder, _ = run_and_step(run)
     name = folder.resolve().name
     with runs.loaded_run(run, checkpoint, model=model) as opened:
-        from jgpt.pictures.opening import opening_text
-        from jgpt.pictures.page import model_page
+        from jgpt.page.html import model_page
+        from jgpt.page.opening import opening_text
 
         loaded, used_tokenizer, config = opened
         # A model near the limit of a page takes half a minute.

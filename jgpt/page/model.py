@@ -12,8 +12,8 @@ from jax.extend import core
 
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.nn.models import CachedLanguageModel
-from jgpt.pictures.numbers import CANDIDATES, MOST_CANDIDATES, SHORTEST, Look
-from jgpt.pictures.program import (
+from jgpt.page.numbers import CANDIDATES, MOST_CANDIDATES, SHORTEST, Look
+from jgpt.page.program import (
     Program,
     Uncomputable,
     line_of,

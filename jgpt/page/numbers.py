@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from jgpt.data.encode import Tokenizer
 from jgpt.nn.precision import wider_dtype
-from jgpt.pictures.anatomy import (
+from jgpt.page.anatomy import (
     RecordedCall,
     anatomy_of,
     attention_weights_of,
@@ -313,8 +313,9 @@ class Look:
     def _rows_of(self, length: int) -> list[ArrayRow]:
         """Describe the arrays of a forward pass over `length` tokens.
 
-        An axis may have that length by chance, such as 16 features beside 16 tokens. It grows with
-        the tokens if it has another size for another number of tokens.
+        An axis may have that length by chance, such as 16 features beside 16 tokens. It is one of
+        tokens if it has as many entries as there are, also for another number of tokens: an axis of
+        blocks of a window grows, too, and has another number of entries.
         """
         other_length = 2
         if length > 1:
@@ -328,16 +329,17 @@ class Look:
 
         rows = []
         for index, array in enumerate(arrays):
-            other_shape = None
+            traces = [(length, array.shape)]
             dimensions = [name for name, _ in array.shape.dimensions]
             if is_comparable:
                 other_shape = other_arrays[index].shape
+                traces.append((other_length, other_shape))
                 # A name that an array has because of its size, by chance, isn't there twice.
                 for axis, name in enumerate(dimensions):
                     other_name, _ = other_shape.dimensions[axis]
                     if name != other_name:
                         dimensions[axis] = ""
-            token_axes = _token_axes(array.shape, other_shape, length)
+            token_axes = _token_axes(traces)
             text = {"name": array.name, "path": array.path, "dimensions": dimensions}
             rows.append(ArrayRow(text, token_axes))
         return rows
@@ -431,20 +433,14 @@ def _places_of(arrays: list[TracedArray]) -> list[tuple[str, str]]:
     return [(array.name, array.path) for array in arrays]
 
 
-def _token_axes(shape: Shape, other_shape: Shape | None, length: int) -> tuple[int, ...]:
-    """Return the axes that grow with the tokens, for the shape of an array for `length` tokens.
-
-    `other_shape` is its shape for another number of tokens. Without one, only the size can tell.
-    """
-    token_axes = []
-    for axis, (_, size) in enumerate(shape.dimensions):
-        grows = size == length
-        if other_shape is not None:
-            _, other_size = other_shape.dimensions[axis]
-            grows = size != other_size
-        if grows:
-            token_axes.append(axis)
-    return tuple(token_axes)
+def _token_axes(traces: Sequence[tuple[int, Shape]]) -> tuple[int, ...]:
+    """Return the axes of an array that have an entry for each token, in each of some traces with
+    their numbers of tokens."""
+    found = []
+    for length, shape in traces:
+        sizes = enumerate(shape.dimensions)
+        found.append({axis for axis, (_, size) in sizes if size == length})
+    return tuple(sorted(set.intersection(*found)))
 
 
 def _joined_heads(x: Any) -> Any:

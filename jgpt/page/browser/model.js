@@ -1,9 +1,9 @@
-// The numbers of the page, computed in the page, by the programs of jgpt/pictures/numbers.py.
+// The numbers of the page, computed in the page, by the programs of jgpt/page/numbers.py.
 //
 //   const model = createModel(description, weights, interpreter);
 //   const data = model.compute({tokens: [5, 2, 9], prompt: 3, changes: {heads: [[0, 2, 0]]}});
 //
-// `description` is what jgpt/pictures/model.py makes, and `weights` are arrays by name. A request has
+// `description` is what jgpt/page/model.py makes, and `weights` are arrays by name. A request has
 //   tokens    the text, of at least one token
 //   prompt    the number of its tokens that are the prompt
 //   changes   {heads: [[layer, head, factor]], blocks: [[layer, factor]],
@@ -20,8 +20,6 @@
 function createModel(description, weights, interpreter) {
 
 const {heads, width, blocks, layers} = description;
-// The most numbers of a pass that are kept for the next one: 400 MB.
-const MOST_KEPT = 1e8;
 const machines = new Map();
 let last = {};  // the unchanged pass over the last text, which a changed one is compared with
 
@@ -72,13 +70,11 @@ function inputsFor(tokens, length, changes, streams) {
   };
 }
 
-// Runs the program for `time` tokens, which may be longer than a text needs. The outputs are to be
-// read before the next run.
+// Runs the program for `time` tokens, which may be longer than a text needs.
 function run(tokens, changes, streams, names, time = tokens.length) {
   const {machine, program} = machineFor(time, "forward");
   const given = inputsFor(tokens, program.length, changes, streams);
-  const keeps = machine.size <= MOST_KEPT;
-  return {outputs: keeps ? machine.update(given, names) : machine.run(given, names), program};
+  return {outputs: machine.run(given, names), program};
 }
 
 const PREDICTIONS = ["candidates", "log_probabilities", "next_log_probabilities"];

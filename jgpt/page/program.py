@@ -663,7 +663,7 @@ def _as_data(value: Any) -> Any:
 # --- refusals -------------------------------------------------------------------------------------
 
 _OURS = Path(__file__).parents[1]
-_MACHINERY = (_OURS / "shapes", _OURS / "pictures")
+_MACHINERY = (_OURS / "shapes", _OURS / "page")
 """What traces a model, rather than being a part of one."""
 
 

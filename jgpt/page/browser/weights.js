@@ -1,4 +1,4 @@
-// Unpacks what jgpt/pictures/weights.py has packed into the page.
+// Unpacks what jgpt/page/weights.py has packed into the page.
 //
 //   const weights = await unpackWeights(packed, interpreter);  // arrays by name
 //   const values = await unpackJson(text);

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgpt.pictures.anatomy import RecordedCall, is_real, record_calls
-from jgpt.pictures.numbers import short_name
+from jgpt.page.anatomy import RecordedCall, is_real, record_calls
+from jgpt.page.numbers import short_name
 from jgpt.shapes.edits import edit
 from jgpt.shapes.source import (
     AnnotatedSource,

@@ -15,16 +15,16 @@ from jgpt.data.encode import Tokenizer
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.nn.models import LanguageModel
-from jgpt.pictures.code import code_of
-from jgpt.pictures.model import page_model
-from jgpt.pictures.numbers import Look, encode_text
-from jgpt.pictures.program import Uncomputable
-from jgpt.pictures.vocabulary import vocabulary_of
-from jgpt.pictures.weights import pack_json, pack_weights
+from jgpt.page.code import code_of
+from jgpt.page.model import page_model
+from jgpt.page.numbers import Look, encode_text
+from jgpt.page.program import Uncomputable
+from jgpt.page.vocabulary import vocabulary_of
+from jgpt.page.weights import pack_json, pack_weights
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 
-FOLDER = Path(__file__).with_name("page")
+FOLDER = Path(__file__).with_name("browser")
 MOST_PARAMETERS = 150_000_000
 """The limit of a model in a page: some 185 MB as text. A page of 124 million parameters took 9 s to
 open in Chromium on two cores, and 3.6 GB of memory; 4 tokens a second were written on it."""

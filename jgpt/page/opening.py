@@ -6,7 +6,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import Tokenizer
 from jgpt.data.sources import has_shakespeare
-from jgpt.pictures.numbers import tokens_with_logits
+from jgpt.page.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.provenance import known_digest
 

@@ -22,7 +22,7 @@ import tokenizers
 from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.characters import ByteTokenizer, CharTokenizer, bytes_of_letters
 from jgpt.data.encode import Tokenizer
-from jgpt.pictures.program import Uncomputable
+from jgpt.page.program import Uncomputable
 
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -2,7 +2,7 @@
 // model.js, weights.js and this file, one after the other.
 //
 // Messages to the worker, each with an `id` that its answers repeat, larger than those before it:
-//   {id, load: {description, weights}}   comes first: what model.py and weights.py of jgpt/pictures
+//   {id, load: {description, weights}}   comes first: what model.py and weights.py of jgpt/page
 //                                        make, the description as packed JSON
 //   {id, compute: {tokens, prompt, changes, gradient, hidden}}   a record: see model.js
 //   {id, write: {tokens, count, changes, seed, temperature, top_k, top_p, min_p}}
