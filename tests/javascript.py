@@ -20,6 +20,7 @@ from tests.browser import CHROMIUM, browser
 
 NODE = shutil.which("node")
 INTERPRETER = Path(jgpt.__file__).parent / "page" / "browser" / "interpreter.js"
+PRODUCT = INTERPRETER.with_name("product.wasm")
 MODEL = INTERPRETER.with_name("model.js")
 UNPACKING = INTERPRETER.with_name("weights.js")
 DRIVER = Path(__file__).with_name("run_programs.js")
@@ -85,10 +86,12 @@ def _run(function: str, question: Any, interpreter: Path) -> Any:
     sources = [interpreter, MODEL, UNPACKING, DRIVER]
     if NODE is None:
         with browser() as page:
+            product = base64.b64encode(PRODUCT.read_bytes()).decode()
+            page.run(f'globalThis.PRODUCT = "{product}"')
             for path in sources:
                 page.run(path.read_text())
             return page.run(f"{function}({text})")
-    command = [NODE, DRIVER, function, interpreter, MODEL, UNPACKING]
+    command = [NODE, DRIVER, function, PRODUCT, interpreter, MODEL, UNPACKING]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

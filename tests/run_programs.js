@@ -1,6 +1,6 @@
 // Runs programs of jgpt/page/program.py: cases in, the bytes of their results out.
 //
-// node tests/run_programs.js FUNCTION INTERPRETER MODEL WEIGHTS < question.json
+// node tests/run_programs.js FUNCTION PRODUCT INTERPRETER MODEL WEIGHTS < question.json
 
 function toBase64(data) {
   const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
@@ -56,7 +56,8 @@ async function runUnpacking(packed) {
 
 if (typeof require !== "undefined") {
   const {readFileSync} = require("node:fs");
-  const [, , name, interpreterPath, modelPath, unpackingPath] = process.argv;
+  const [, , name, productPath, interpreterPath, modelPath, unpackingPath] = process.argv;
+  globalThis.PRODUCT = readFileSync(productPath).toString("base64");
   globalThis.interpreter = require(interpreterPath);
   globalThis.createModel = require(modelPath);
   globalThis.unpackWeights = require(unpackingPath);

@@ -1,5 +1,6 @@
-"""The page of `jgpt look`: HTML around the numbers; its style and scripts are in `page/`."""
+"""The page of `jgpt look`: HTML around the numbers; its style and scripts are in `browser/`."""
 
+import base64
 import json
 import re
 from dataclasses import dataclass
@@ -55,7 +56,6 @@ def model_page(
     text = first_text(look, prompt, max_new_tokens)
     weights = pack_weights(look.named_weights())
     anatomy = look.anatomy
-    worker = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
     data = {
         "name": name,
         "text": text.text,
@@ -71,7 +71,7 @@ def model_page(
         "vocabulary": vocabulary,
         "description": pack_json(page_model(look)),
         "weights": weights.as_data(),
-        "worker": "\n".join(worker),
+        "worker": worker_script(),
         "code": code_of(model),
     }
     return page_of(data)
@@ -166,6 +166,13 @@ def _expected(look: Look, text: FirstText, unpacked: dict[str, Any]) -> dict[str
         "expected": look.log_probabilities(text.tokens, look.weights),
         "expected_unpacked": expected_unpacked,
     }
+
+
+def worker_script() -> str:
+    """Return the script of the page's worker."""
+    product = base64.b64encode((FOLDER / "product.wasm").read_bytes()).decode()
+    scripts = [_script(name) for name in ("interpreter", "model", "weights", "worker")]
+    return "\n".join([f'const PRODUCT = "{product}";', *scripts])
 
 
 def _script(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The model in a page: the programs that compute its numbers, for `page/model.js`."""
+"""The model in a page: the programs that compute its numbers, for `browser/model.js`."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A function of JAX as plain data, which `page/interpreter.js` runs in a browser."""
+"""A function of JAX as plain data, which `browser/interpreter.js` runs in a browser."""
 
 import base64
 import functools

@@ -1,4 +1,4 @@
-"""What of a tokenizer goes into a page: plain JSON, which `page/tokenizer.js` encodes with.
+"""What of a tokenizer goes into a page: plain JSON, which `browser/tokenizer.js` encodes with.
 
 `vocabulary_of` returns one of three kinds: characters, bytes and byte-level byte-pairs, which give
 the same tokens in the page as in Python. A page can't encode with any other tokenizer.

@@ -36,7 +36,7 @@ class PackedWeights:
     """The arrays that the page makes of them, by name: those that were packed, but for rounding."""
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `page/weights.js` unpacks."""
+        """Return what `browser/weights.js` unpacks."""
         return {"table": self.table, "data": self.data, "precision": self.precision}
 
 
@@ -142,7 +142,7 @@ def _in_int8(name: str, array: Any) -> tuple[Any, Any, int]:
 
 
 def pack_json(values: Any) -> str:
-    """Pack plain data as text, as `page/weights.js` unpacks it."""
+    """Pack plain data as text, as `browser/weights.js` unpacks it."""
     return _compressed(json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
 
 

@@ -1,4 +1,4 @@
-"""What a page computes of a text, computed by JAX: the records of `page/model.js`."""
+"""What a page computes of a text, computed by JAX: the records of `browser/model.js`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

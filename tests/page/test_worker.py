@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jgpt.generation.decoding import generate
+from jgpt.page.html import worker_script
 from jgpt.page.model import page_model
 from jgpt.page.weights import pack_json, pack_weights
 from tests.browser import CHROMIUM, shared_browser
-from tests.javascript import INTERPRETER
 from tests.page.records import record_of
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENS, look_of
@@ -46,10 +46,7 @@ def test_a_worker_computes_records_and_writes_on(tmp_path):
         {"compute": {"tokens": []}},
         {"write": {"tokens": tokens, "count": 3, "temperature": 0.9, "seed": 7}},
     ]
-    sources = []
-    for name in ("interpreter.js", "model.js", "weights.js", "worker.js"):
-        sources.append(INTERPRETER.with_name(name).read_text())
-    script = ASK.replace("SOURCE", json.dumps("\n".join(sources)))
+    script = ASK.replace("SOURCE", json.dumps(worker_script()))
     script = script.replace("QUESTIONS", json.dumps(questions))
     path = tmp_path / "empty.html"
     path.write_text("<!doctype html><title>worker</title>")
@@ -90,10 +87,8 @@ def test_a_worker_stops_writing_when_it_is_told(tmp_path):
     look = look_of("one's own")
     weights = pack_weights(look.named_weights()).as_data()
     load = {"description": pack_json(page_model(look)), "weights": weights}
-    names = ("interpreter.js", "model.js", "weights.js", "worker.js")
-    source = "\n".join(INTERPRETER.with_name(name).read_text() for name in names)
     # After each token the worker listens, rather than after many milliseconds.
-    source = source.replace("LISTENING_PAUSE = 50", "LISTENING_PAUSE = 0")
+    source = worker_script().replace("LISTENING_PAUSE = 50", "LISTENING_PAUSE = 0")
     count = look.model.block_size - 1
     script = STOP.replace("SOURCE", json.dumps(source)).replace("LOAD", json.dumps(load))
     path = tmp_path / "empty.html"

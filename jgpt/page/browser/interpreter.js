@@ -668,25 +668,10 @@ function smallestOf(keys, k) {
 const TILE = 4;
 const roundUp = (size) => TILE * Math.ceil(size / TILE);
 
-// The bytes of product.wat: products of floats in WebAssembly, at 25 GFLOP/s where the loops below
-// reach 6 (measured in Node, one core). The loops are for integers, and for a page whose host doesn't
-// let WebAssembly run. Both give the same bits: sums have 53 bits and are rounded once.
-const PRODUCT =
-  "AGFzbQEAAAABCgFgBn9/f39/fwADAgEABQMBAAEHFQIGbWVtb3J5AgAIbXVsdGlwbHkAAArZBAHWBAILfwt7IARB" +
-  "CGwhBiAFQQRsIQcDQCABIQsgACAIQQRsaiEQQQAhCQNAIAsgBmohDCAMIAZqIQ0gDSAGaiEOIAIhD/0MAAAAAAAA" +
-  "AAAAAAAAAAAAACEU/QwAAAAAAAAAAAAAAAAAAAAAIRX9DAAAAAAAAAAAAAAAAAAAAAAhFv0MAAAAAAAAAAAAAAAA" +
-  "AAAAACEX/QwAAAAAAAAAAAAAAAAAAAAAIRj9DAAAAAAAAAAAAAAAAAAAAAAhGf0MAAAAAAAAAAAAAAAAAAAAACEa" +
-  "/QwAAAAAAAAAAAAAAAAAAAAAIRsgBCEKA0AgD/1dAwD9XyESIA/9XQMI/V8hEyAL/QoDACERIBQgESAS/fIB/fAB" +
-  "IRQgFSARIBP98gH98AEhFSAM/QoDACERIBYgESAS/fIB/fABIRYgFyARIBP98gH98AEhFyAN/QoDACERIBggESAS" +
-  "/fIB/fABIRggGSARIBP98gH98AEhGSAO/QoDACERIBogESAS/fIB/fABIRogGyARIBP98gH98AEhGyALQQhqIQsg" +
-  "DEEIaiEMIA1BCGohDSAOQQhqIQ4gD0EQaiEPIApBAWshCiAKDQALIBAgFP1e/VsDAAAgECAV/V79WwMIACAQIAdq" +
-  "IRAgECAW/V79WwMAACAQIBf9Xv1bAwgAIBAgB2ohECAQIBj9Xv1bAwAAIBAgGf1e/VsDCAAgECAHaiEQIBAgGv1e" +
-  "/VsDAAAgECAb/V79WwMIACAQIAdqIRAgDiELIAlBBGohCSAJIANJDQALIA8hAiAIQQRqIQggCCAFSQ0ACwsA5AEE" +
-  "bmFtZQLBAQEAHAAHcHJvZHVjdAEEbGVmdAIFcmlnaHQDBHJvd3MEBWRlcHRoBQdjb2x1bW5zBglyb3dfYnl0ZXMH" +
-  "EXByb2R1Y3Rfcm93X2J5dGVzCAZjb2x1bW4JA3JvdwoKc3RlcHNfbGVmdAsCYTAMAmExDQJhMg4CYTMPAWIQAW8R" +
-  "AWESA2IwMRMDYjIzFAVjMF8wMRUFYzBfMjMWBWMxXzAxFwVjMV8yMxgFYzJfMDEZBWMyXzIzGgVjM18wMRsFYzNf" +
-  "MjMDGQEAAwAGcGFuZWxzAQV0aWxlcwIFc3RlcHM=";
-
+// Products of floats in WebAssembly, at 25 GFLOP/s where the loops below reach 6 (measured in Node, one
+// core). The loops are for integers, and for a page whose host doesn't let WebAssembly run. Both give
+// the same bits: sums have 53 bits and are rounded once. PRODUCT are the bytes of product.wasm as text,
+// which the page defines before this script.
 function startProduct() {
   try {
     const bytes = Uint8Array.from(atob(PRODUCT), (character) => character.charCodeAt(0));
