@@ -80,7 +80,7 @@ def call(script: str, function: str, /, **arguments: Any) -> list[str]:
 
 
 def jgpt(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "jgpt.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "jgpt", *map(str, arguments)]
 
 
 def compare(

@@ -46,7 +46,7 @@ from tests.cli.screen import Screen  # noqa: E402
 def shown(command: str, folder: str) -> list[str]:
     """The lines that a command leaves on a terminal. Raises CalledProcessError if it fails."""
     screen, (ours, theirs) = Screen(WIDTH), pty.openpty()
-    program = [sys.executable, "-m", "jgpt.cli", *shlex.split(command)[1:]]
+    program = [sys.executable, "-m", "jgpt", *shlex.split(command)[1:]]
     environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         program, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs

@@ -354,7 +354,7 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
     """
     program = tmp_path / "bin" / "jgpt"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m jgpt.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m jgpt "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     (devices,) = re.findall("export XLA_FLAGS=(.*)", SESSION.read_text())

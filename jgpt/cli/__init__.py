@@ -8,14 +8,13 @@ import os
 import shutil
 import sys
 import textwrap
-import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, help_of, in_options, parse
-from jgpt.cli.signals import end_at_once_when_interrupted, interrupt_again
+from jgpt.cli.signals import leave_when_interrupted
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
@@ -31,8 +30,8 @@ _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, Me
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
-    is_program = args is None
     if args is None:
+        leave_when_interrupted()
         args = sys.argv[1:]
     args = list(args)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -40,41 +39,26 @@ def main(args: Sequence[str] | None = None) -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    try:
-        with (
-            _without_echoes() as repeated,
-            contextlib.redirect_stdout(for_terminal(sys.stdout)),
-            contextlib.redirect_stderr(for_terminal(sys.stderr)),
-        ):
-            _run_or_exit(args, repeated)
-    finally:
-        if is_program:
-            end_at_once_when_interrupted()
+    with (
+        _without_echoes(),
+        contextlib.redirect_stdout(for_terminal(sys.stdout)),
+        contextlib.redirect_stderr(for_terminal(sys.stderr)),
+    ):
+        _run_or_exit(args)
 
 
-def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
-    """Run a command; end the process as a shell expects of what went wrong.
-
-    `repeated` are the interruptions that are to be repeated: this one is the end of all of them.
-    """
+def _run_or_exit(args: list[str]) -> None:
+    """Run a command; end the process as a shell expects of what went wrong."""
     try:
         try:
             lines = _run(args)
             say(open_console(), *lines)  # afterwards: processes that join replace stdout
         finally:
             sys.stdout.flush()  # Python would report a failure at exit, which is too late
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader left, as `head` does: end as by SIGPIPE
         _discard_output()
         sys.exit(141)
     except Exception as error:
-        # An import that an interruption has broken may fail with an error that doesn't name it.
-        is_broken_import = isinstance(error, ImportError) and bool(repeated)
-        if _follows_an_interruption(error) or is_broken_import:
-            for canceled in repeated:
-                canceled.set()
-            sys.exit(130)
         custom = describe_error(error)
         if os.environ.get("JGPT_TRACEBACK") == "1":
             raise
@@ -87,19 +71,6 @@ def _run_or_exit(args: list[str], repeated: list[threading.Event]) -> None:
             message = custom
         print(f"jgpt: {on_one_line(in_options(message, _options_of(args)))}", file=sys.stderr)
         sys.exit(2)
-
-
-def _follows_an_interruption(error: BaseException | None) -> bool:
-    """Whether an error is what became of KeyboardInterrupt.
-
-    Extension modules turn whatever is raised while they are imported into an ImportError, and JAX
-    what is raised while it compares static arguments into a ValueError that quotes it.
-    """
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt) or "\nKeyboardInterrupt:" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _run(args: list[str]) -> Iterable[str]:
@@ -142,43 +113,28 @@ def _describe_commands() -> list[str]:
 
 
 @contextlib.contextmanager
-def _without_echoes() -> Iterator[list[threading.Event]]:
-    """Silence TensorStore's threads and asyncio after a failed write, which raises an error too.
-
-    An interruption that would be reported and dropped is repeated. Yields events that cancel this.
-    """
+def _without_echoes() -> Iterator[None]:
+    """Show warnings in one line, and silence what asyncio and TensorStore's threads say after a
+    failed write, which raises an error too."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     warnings.filterwarnings("always", ".* has changed since the run began")
     show_warning = warnings.showwarning
     report_unraisable = sys.unraisablehook
-    report_uncaught = sys.excepthook
-    repeated: list[threading.Event] = []
 
     def show_in_one_line(message: Warning | str, *_: Any) -> None:
         # Without the file and the line of our code that warns, which tell a user nothing.
         print(f"jgpt: {message}", file=sys.stderr)
 
     def unraisable_hook(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            repeated.append(interrupt_again())
-        elif str(unraisable.exc_value) != "Event loop is closed":
+        if str(unraisable.exc_value) != "Event loop is closed":
             report_unraisable(unraisable)
-
-    def uncaught_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        # while a command runs, only C code calls it: NumPy's, when its import is interrupted
-        if issubclass(kind, KeyboardInterrupt):
-            repeated.append(interrupt_again())
-        else:
-            report_uncaught(kind, error, trace)
 
     warnings.showwarning = show_in_one_line
     sys.unraisablehook = unraisable_hook
-    sys.excepthook = uncaught_hook
     try:
-        yield repeated
+        yield
     finally:
-        sys.excepthook = report_uncaught
         sys.unraisablehook = report_unraisable
         warnings.showwarning = show_warning
 

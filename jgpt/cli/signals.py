@@ -1,17 +1,19 @@
 """SIGINT, SIGTERM and SIGHUP: the first requests a stop, the second exits at once."""
 
-import _thread
 import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 HANG_UP = getattr(signal, "SIGHUP", None)
 """The terminal was closed. Windows has no such signal."""
-SECONDS_UNTIL_AGAIN = 0.02
+LINE_AND_CURSOR = "\r\x1b[2K\x1b[?25h"
+"""Erase the line of a spinner or a bar, and show the cursor that it has hidden."""
 SECONDS_OF_A_PRESS = 1.0
 """How long further signals of Ctrl-C are taken for the first one."""
 BROKEN_PIPE = 13
@@ -80,63 +82,33 @@ def _do_nothing(*_: object) -> None:
     """The handler of a signal, which a thread reads from a pipe."""
 
 
-@contextlib.contextmanager
-def exit_when_interrupted(tidy: Callable[[], None]) -> Iterator[None]:
-    """Exit with 130 at Ctrl-C, after a call of `tidy`, where nothing is being written.
+def leave_when_interrupted() -> None:
+    """From now on, Ctrl-C ends the process at once, with the exit code 130.
 
-    While NumPy and JAX are imported, KeyboardInterrupt would be raised inside compiled code that
-    doesn't expect it. Of 209 interruptions in the first three seconds of a command, 85 ended in a
-    traceback about an import, 12 crashed, and one hung.
+    It raises no KeyboardInterrupt. Compiled modules turn what is raised while they are imported
+    into other errors, and Python drops what is raised in a callback of the garbage collector or in
+    a destructor: 36 of 200 interruptions of a command were lost there.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # it is ignored in the background, or somebody else's
-        return
+    # It is ignored in the background, and a program that calls `main` may have its own handler.
+    if is_main and signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
+        signal.signal(signal.SIGINT, _leave)
 
-    def leave(*_: object) -> None:
-        tidy()
-        os._exit(128 + signal.SIGINT)
 
-    signal.signal(signal.SIGINT, leave)
+def _leave(*_: object) -> None:
+    with contextlib.suppress(Exception):  # what was interrupted may be a write
+        sys.stdout.flush()
+        if sys.stderr.isatty():
+            sys.stderr.write(LINE_AND_CURSOR)
+            sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def interrupted_by(handler: Callable[..., Any]) -> Iterator[None]:
+    """Call another handler at Ctrl-C in the block."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def end_at_once_when_interrupted() -> None:
-    """From now on the system ends the process at Ctrl-C: for a command that has done its work.
-
-    What JAX does at exit takes some tenths of a second, and Python reports KeyboardInterrupt there
-    with a traceback and exits with 0.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def interrupt_again() -> threading.Event:
-    """Interrupt the main thread once more, a moment later, unless the event is set by then.
-
-    Ctrl-C raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the
-    garbage collector, of a weak reference or in a destructor Python only reports what is raised,
-    and JAX has many of them: 36 of 200 interruptions were lost there. What reports it calls this.
-    """
-    returned = threading.Event()
-    canceled = threading.Event()
-
-    def interrupt() -> None:
-        # not from here: the callback that was interrupted has not returned yet. On a busy machine
-        # the main thread may take long to return, and what is raised before that is lost, too
-        returned.wait()
-        if canceled.wait(SECONDS_UNTIL_AGAIN):
-            return
-        main = threading.main_thread().ident
-        if hasattr(signal, "pthread_kill") and main is not None:
-            signal.pthread_kill(main, signal.SIGINT)  # ends a system call, too
-        else:
-            _thread.interrupt_main()
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    returned.set()
-    return canceled
+        signal.signal(signal.SIGINT, before)

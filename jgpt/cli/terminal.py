@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jgpt.cli.signals import exit_when_interrupted
-
 # Unicode has a picture of each of the first 32, such as ␛, and of DEL, but of no later one
 CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
 CONTROLS[0x7F] = 0x2421
@@ -112,20 +110,10 @@ def open_console(*, stderr: bool = False) -> Any:
 def importing() -> Iterator[Any]:
     """A spinner while the block imports what needs JAX, which takes seconds.
 
-    Enables the compilation cache. Ctrl-C in the block ends the process. Raises OSError if JAX has
-    no device.
+    Enables the compilation cache. Raises OSError if JAX has no device.
     """
-    console = open_console(stderr=True)
-
-    def tidy() -> None:
-        from rich.control import Control
-        from rich.segment import ControlType
-
-        erase = (ControlType.ERASE_IN_LINE, 2)
-        console.control(Control(ControlType.CARRIAGE_RETURN, erase, ControlType.SHOW_CURSOR))
-
-    importing_jax = spinner(console, "importing JAX")
-    with exit_when_interrupted(tidy), _without_collections(), importing_jax as status:
+    importing_jax = spinner(open_console(stderr=True), "importing JAX")
+    with _without_collections(), importing_jax as status:
         from jgpt.hardware import current_platform, enable_compilation_cache
 
         enable_compilation_cache()

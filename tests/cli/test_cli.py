@@ -248,7 +248,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     os.close(reader)
     with open("/dev/full", "w") as device, open(writer, "w") as pipe:
         done = subprocess.run(
-            [sys.executable, "-m", "jgpt.cli", *arguments],
+            [sys.executable, "-m", "jgpt", *arguments],
             stdout=device if full else pipe,
             stderr=subprocess.PIPE,
             check=False,

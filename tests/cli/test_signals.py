@@ -144,75 +144,31 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     assert run.checkpoint_steps()[-1] == run.metrics()[-1]["step"] > 0
 
 
-DROPPED = """
-import gc, signal, sys, time, weakref
+IN_A_DESTRUCTOR = """
+import signal, sys, time
 from jgpt.cli import commands, main
 
 class Thing:
-    def __init__(self, where):
-        self.where = where
     def __del__(self):
-        if self.where == "destructor":
-            interrupted_here()
+        print("here", flush=True)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:  # in Python, where a handler can run
+            pass
+
+def nothing() -> None:
+    thing = Thing()
+    del thing
+    print("went on")
 
 # the tests may run in the background, where the signal is ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
-calls = []
-
-def interrupted_here(*_):
-    if calls:
-        return
-    calls.append(True)
-    print("here", flush=True)
-    until = time.monotonic() + 20
-    while time.monotonic() < until:  # in Python, where a handler can run
-        pass
-
-def import_interrupted(where):
-    try:
-        interrupted_here()
-    except KeyboardInterrupt as interruption:
-        if where == "import":
-            raise ImportError("failed to initialize") from interruption
-        if where == "import that is quoted":  # as JAX does where it compares arguments
-            raise ValueError("can't compare:\\nKeyboardInterrupt: \\n") from None
-        sys.excepthook(*sys.exc_info())  # as PyErr_Print does
-    if where == "import that prints":
-        raise ImportError("failed to import")
-
-def nothing() -> None:
-    where = sys.argv[1]
-    if "import" in where:
-        import_interrupted(where)
-    thing = Thing(where)
-    if where == "weak reference":
-        kept = weakref.ref(thing, interrupted_here)
-    if where == "collector":
-        gc.callbacks.append(interrupted_here)
-        gc.collect()
-    del thing
-    time.sleep(20)
-    print("went on")
-
 commands.COMMANDS["nothing"] = nothing
-main(["nothing"])
+main()
 """
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "destructor",
-        "weak reference",
-        "collector",
-        "import",
-        "import that is quoted",
-        "import that prints",
-        "optional import",
-    ],
-)
-def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
-    command = [sys.executable, "-c", DROPPED, where]
+def test_an_interruption_where_python_drops_what_is_raised_ends_the_command():
+    command = [sys.executable, "-c", IN_A_DESTRUCTOR, "nothing"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
@@ -221,36 +177,6 @@ def test_an_interruption_where_python_drops_it_still_ends_the_command(where):
         assert process.communicate(timeout=15) == ("", "")
 
     assert process.returncode == 130
-
-
-INTERRUPTED_AT_EXIT = """
-import atexit, os, signal, sys, time
-from jgpt.cli import commands, main
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-before = sys.argv.pop(1)
-
-def at_exit():
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(20)
-
-def nothing() -> None:
-    atexit.register(at_exit)
-    if before == "interrupted before":
-        raise KeyboardInterrupt
-
-commands.COMMANDS["nothing"] = nothing
-main()
-"""
-
-
-@pytest.mark.parametrize("before", ["done", "interrupted before"])
-def test_an_interruption_at_exit_says_nothing(before):
-    """There JAX gives back what it holds, and Python would only report what is raised."""
-    command = [sys.executable, "-c", INTERRUPTED_AT_EXIT, before, "nothing"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=15)
-
-    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow

@@ -335,7 +335,7 @@ def test_a_pipe_is_prepared(tmp_path):
     """As in `zcat text.gz | jgpt prepare - --out DIR`."""
     text = "one two three\n" * 99
     done = subprocess.run(
-        [sys.executable, "-m", "jgpt.cli", "prepare", "-", "--out", tmp_path / "out"],
+        [sys.executable, "-m", "jgpt", "prepare", "-", "--out", tmp_path / "out"],
         input=text.encode(),
         capture_output=True,
         check=True,

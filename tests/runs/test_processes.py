@@ -35,7 +35,7 @@ FOREVER = ("--steps", "100000", "--keep-last", "3")
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "jgpt.cli", "train", *TRAIN, *map(str, arguments)]
+    return [sys.executable, "-m", "jgpt", "train", *TRAIN, *map(str, arguments)]
 
 
 def environment(devices: int) -> dict[str, str]:

@@ -124,7 +124,7 @@ def begin(poem, tmp_path):
     """Starts the command, and returns when it has taken steps."""
     out = tmp_path / "run"
     endless = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
-    command = [sys.executable, "-m", "jgpt.cli", "train", "bigram", "--data", poem, "--out", out]
+    command = [sys.executable, "-m", "jgpt", "train", "bigram", "--data", poem, "--out", out]
     process = subprocess.Popen(
         [*command, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -154,7 +154,7 @@ def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
     """
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 3000)
-    command = [sys.executable, "-m", "jgpt.cli", "train", "tiny", "--data", str(text)]
+    command = [sys.executable, "-m", "jgpt", "train", "tiny", "--data", str(text)]
     command += ["--out", str(tmp_path / "run"), "--steps", "1", "--eval-interval", "1"]
     command += ["--embed-dim", "768", "--num-layers", "4", "--num-heads", "6"]
     command += ["--block-size", "128", "--batch-size", "16", "--eval-tokens", "1000"]

@@ -1,7 +1,10 @@
 """`jgpt chat`: a conversation with an imported model."""
 
 import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Generator
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
@@ -14,6 +17,7 @@ from jgpt.cli.arguments import (
 from jgpt.cli.options import (
     OptionSpec,
 )
+from jgpt.cli.signals import interrupted_by
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import CHAT_TOP_P, DEFAULT_TEMPERATURE
 
@@ -69,18 +73,31 @@ def _converse(conversation: Any) -> None:
         prompt = "> "
     while True:
         try:
-            dropped, answer = conversation.reply(input(prompt))
-            if dropped:
-                say(console, f"[the context is full: it loses {dropped} messages]")
-            with contextlib.closing(answer):  # an answer that Ctrl-C cuts short is remembered so
-                for piece in answer:
-                    print(piece, end="", flush=True)
-            print()
+            with interrupted_by(signal.default_int_handler):
+                line = input(prompt)
         except EOFError:
             if prompt:  # the shell's prompt would stand behind this one
                 print()
             return
         except KeyboardInterrupt:
             print()
+            continue
+        try:
+            dropped, answer = conversation.reply(line)
         except ValueError as error:
             say(console, str(error))
+            continue
+        if dropped:
+            say(console, f"[the context is full: it loses {dropped} messages]")
+        _print_until_interrupted(answer)
+
+
+def _print_until_interrupted(answer: Generator[str, None, None]) -> None:
+    """Print the pieces of an answer. One that Ctrl-C cuts short is remembered so."""
+    interrupted = threading.Event()
+    with contextlib.closing(answer), interrupted_by(lambda *_: interrupted.set()):
+        for piece in answer:
+            print(piece, end="", flush=True)
+            if interrupted.is_set():
+                break
+    print()

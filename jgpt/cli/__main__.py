@@ -1,5 +1,0 @@
-"""`python -m jgpt.cli`."""
-
-from jgpt.cli import main
-
-main()
