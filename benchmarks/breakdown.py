@@ -96,7 +96,7 @@ def step(config: str) -> Figures:
 
     from jgpt.config import TrainConfig
     from jgpt.fields import from_json
-    from jgpt.hardware import current_platform
+    from jgpt.machine import current_platform
     from jgpt.nn.precision import for_platform
 
     train_config = from_json(TrainConfig, config)

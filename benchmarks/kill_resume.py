@@ -33,7 +33,7 @@ import tyro
 
 sys.path.insert(0, str(runner.ROOT))  # what a killed process leaves is the tests'
 
-from jgpt.hardware import this_machine
+from jgpt.machine import this_machine
 from jgpt.runs.checkpoints import load_checkpoint
 from jgpt.runs.directory import RunDirectory
 from jgpt.training.complete import complete

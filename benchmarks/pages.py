@@ -110,7 +110,7 @@ def write_page(preset: str, path: str) -> Figures:
     from flax import nnx
 
     from jgpt import BPETokenizer, CharTokenizer
-    from jgpt.hardware import this_machine
+    from jgpt.machine import this_machine
     from jgpt.nn.models import abstract_model
     from jgpt.nn.precision import for_platform
     from jgpt.page.html import model_page

@@ -10,7 +10,7 @@ from typing import Any
 import runner
 from tables import ON_A_CPU
 
-from jgpt import hardware
+from jgpt.machine import this_machine
 from jgpt.nn.costs import parts_of
 from jgpt.presets import PRESETS
 from jgpt.training.complete import complete
@@ -30,7 +30,7 @@ def sizes(name: str) -> dict[str, Any]:
     }
     if name in COMPILED:
         # as `jgpt info`: what the machine decides is decided first, or it is another program
-        memory = training_memory(complete(config, hardware.this_machine()))
+        memory = training_memory(complete(config, this_machine()))
         if memory is not None:
             found["training_bytes"] = memory.state + memory.working
     return found

@@ -29,7 +29,7 @@ def variant(name: str, config: Any, **options: Any) -> Variant:
 def jgpt_steps(config: Any) -> TakeSteps:
     """As in `jgpt train`: many steps per call, with batches drawn on the device."""
     from jgpt.data.batches import batches, resident
-    from jgpt.hardware import current_platform
+    from jgpt.machine import current_platform
     from jgpt.nn.precision import for_platform
     from jgpt.training.state import dropout_stream, init_state
     from jgpt.training.step import make_train_steps
@@ -117,7 +117,7 @@ def step(
     """
     from jgpt.config import TrainConfig
     from jgpt.fields import from_json
-    from jgpt.hardware import peak_flops
+    from jgpt.machine import peak_flops
     from jgpt.nn.costs import flops_per_token
 
     setting = from_json(TrainConfig, config)

@@ -15,7 +15,7 @@ import jgpt
 
 PACKAGE = Path(jgpt.__file__).parent
 LAYERS = (
-    ("words", "fields", "config", "user_code", "files", "presets", "hardware"),
+    ("words", "fields", "config", "user_code", "files", "presets", "machine"),
     ("shapes",),
     ("parallel",),
     ("nn", "data"),

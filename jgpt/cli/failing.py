@@ -31,7 +31,7 @@ def print_failing_source(config: TrainConfig, error: Exception) -> None:
     """Print the source of a custom model on standard error if it is why a command has failed."""
     if config.model.make is None or describe_error(error) is None:
         return
-    from jgpt.hardware import process_index
+    from jgpt.machine import process_index
     from jgpt.shapes.source import folders_of, source_of_calls
     from jgpt.training.programs import sizes_to_trace
 

@@ -6,7 +6,7 @@ import jax
 
 from jgpt.config import OptimizerConfig, TrainConfig
 from jgpt.fields import Code
-from jgpt.hardware import device_kinds
+from jgpt.machine import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.parallel.rules import Dimensions

@@ -114,7 +114,7 @@ def importing() -> Iterator[Any]:
     """
     importing_jax = spinner(open_console(stderr=True), "importing JAX")
     with _without_collections(), importing_jax as status:
-        from jgpt.hardware import current_platform, enable_compilation_cache
+        from jgpt.machine import current_platform, enable_compilation_cache
 
         enable_compilation_cache()
         current_platform()

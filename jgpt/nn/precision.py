@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jgpt.config import ModelConfig
-from jgpt.hardware import Platform
+from jgpt.machine import Platform
 from jgpt.shapes.contract import typed
 
 

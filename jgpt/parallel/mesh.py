@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jgpt.config import MESH_AXES, mesh_sizes
-from jgpt.hardware import device_kinds
+from jgpt.machine import device_kinds
 
 
 def make_mesh(mesh: str, devices: Sequence[Any] | None = None) -> Mesh:

@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgpt.hardware import devices_of_processes, process_count, process_index
+from jgpt.machine import devices_of_processes, process_count, process_index
 from jgpt.user_code import describe_error
 
 HEARTBEAT_SECONDS = 10

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jgpt.files import sha256_of, sync_below, sync_directory, write_file
-from jgpt.hardware import process_index
+from jgpt.machine import process_index
 from jgpt.runs.directory import steps_in
 
 Which = Literal["best", "last"] | int

@@ -15,7 +15,7 @@ from jgpt.data.characters import NumberTokenizer
 from jgpt.data.dataset import Dataset, load_dataset, load_text, require_usable
 from jgpt.data.encode import Tokenizer, count_characters
 from jgpt.fields import Make
-from jgpt.hardware import this_machine
+from jgpt.machine import this_machine
 from jgpt.nn.loss import bits_per_character
 from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory

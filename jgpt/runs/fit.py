@@ -26,7 +26,7 @@ from jgpt.fields import Code, Make
 from jgpt.files import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
-from jgpt.hardware import (
+from jgpt.machine import (
     Machine,
     current_platform,
     memory_in_use,

@@ -15,11 +15,11 @@ from jgpt.data.characters import OwnTokenizer
 from jgpt.data.encode import Tokenizer
 from jgpt.fields import Make, to_json
 from jgpt.files import make_directory, new_directory, write_file
-from jgpt.hardware import current_platform
 from jgpt.interop.hub import find_model
 from jgpt.interop.huggingface import load_hf
 from jgpt.interop.names import with_one_vocabulary
 from jgpt.interop.text_files import TextFiles, read_folder_tokenizer, write_text_files
+from jgpt.machine import current_platform
 from jgpt.nn.models import (
     LanguageModel,
     abstract_model,

@@ -11,7 +11,7 @@ from typing import Any
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.fields import as_dict
-from jgpt.hardware import current_platform, device_kinds
+from jgpt.machine import current_platform, device_kinds
 
 _PACKAGES = ("jgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping")
 

@@ -36,7 +36,7 @@ from jgpt.data.encode import Tokenizer, is_same_vocabulary
 from jgpt.fields import to_json
 from jgpt.files import append, locked, make_directory, sha256_of, write_file
 from jgpt.generation.text import Texts, generate_text
-from jgpt.hardware import process_count, process_index
+from jgpt.machine import process_count, process_index
 from jgpt.nn.models import LanguageModel
 from jgpt.nn.module import describe_model
 from jgpt.parallel.processes import Vote, gather, raise_in_all_processes

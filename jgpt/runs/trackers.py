@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, assert_never
 
 from jgpt.config import TrackerName, TrainConfig
 from jgpt.fields import as_dict
-from jgpt.hardware import process_index
+from jgpt.machine import process_index
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 
 from jgpt.config import ModelConfig, TrainConfig, mesh_sizes
-from jgpt.hardware import Machine
+from jgpt.machine import Machine
 from jgpt.nn.precision import for_platform
 from jgpt.parallel.mesh import abstract_mesh, default_mesh
 from jgpt.training.memory import TrainingMemory

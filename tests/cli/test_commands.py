@@ -17,11 +17,10 @@ from jgpt.cli import main
 from jgpt.cli.commands.info import info
 from jgpt.cli.report import describe, describe_ahead
 from jgpt.generation.text import stream_text
-from jgpt.hardware import CHIPS
 from jgpt.parallel.mesh import current_mesh
 from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
-from jgpt.training.ahead import CompiledStep
+from jgpt.training.ahead import CHIPS, CompiledStep
 from jgpt.training.memory import TrainingMemory
 from jgpt.training.plan import Plan
 from tests.commands import worked
@@ -81,7 +80,7 @@ def test_a_description_is_as_it_was(title, monkeypatch):
 
     monkeypatch.setattr("jgpt.training.memory.training_memory", memory)
     monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
-    monkeypatch.setattr("jgpt.hardware.host_memory", lambda: 7 * MIB)
+    monkeypatch.setattr("jgpt.machine.host_memory", lambda: 7 * MIB)
     _, _, rest = EXPECTED.partition(f"=== {title}\n")
 
     assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, ModelConfig, preset
-from jgpt.hardware import Platform, current_platform
+from jgpt.machine import Platform, current_platform
 from jgpt.nn.precision import cudnn_attends, for_platform
 from jgpt.training.state import abstract_state, dropout_stream
 from jgpt.training.step import make_train_steps

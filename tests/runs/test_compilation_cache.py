@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax._src.lru_cache import LRUCache
 
-from jgpt.hardware import enable_compilation_cache
+from jgpt.machine import enable_compilation_cache
 
 COMPILATION_CACHE = (
     "jax_compilation_cache_dir",

@@ -385,7 +385,7 @@ def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, out, monkeypat
 
 
 def test_a_model_that_is_too_large_is_rejected_before_it_compiles(small_run, out, monkeypatch):
-    monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.machine.memory_limit", lambda: 100)
 
     with pytest.raises(ValueError, match="choose a smaller model"):
         fit(replace(small_run, out=str(out)))
@@ -395,7 +395,7 @@ def test_a_model_that_is_too_large_is_rejected_before_it_compiles(small_run, out
 
 def test_a_step_that_is_too_large_is_rejected_with_what_to_raise(small_run, out, monkeypatch):
     """A CPU's system would kill the process without a word."""
-    monkeypatch.setattr("jgpt.hardware.host_memory", lambda: 1000)
+    monkeypatch.setattr("jgpt.machine.host_memory", lambda: 1000)
     config = with_changes(small_run, **BIGRAM, out=str(out))
 
     with pytest.raises(ValueError, match="there are 1,000 bytes: raise `micro_batches=1`"):
@@ -424,7 +424,7 @@ def test_the_room_that_the_checkpoints_need_is_said(small_run, tmp_path, out, mo
 
 def test_what_the_devices_decide_is_trained_and_not_recorded(small_run, out, monkeypatch):
     """Eight devices share the rows of the six micro-batches."""
-    monkeypatch.setattr("jgpt.hardware.accelerators", lambda: 8)
+    monkeypatch.setattr("jgpt.machine.accelerators", lambda: 8)
     config = with_changes(small_run, **BIGRAM, out=str(out), batch_size=48, micro_batches=6)
 
     prepared = fit_module.prepare(config, progress=Heard())

@@ -85,7 +85,7 @@ def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jgpt.hardware.memory_limit", lambda: 100)
+    monkeypatch.setattr("jgpt.machine.memory_limit", lambda: 100)
 
 
 def other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jgpt import ModelConfig, TrainConfig
-from jgpt.hardware import CHIPS, Machine, Platform, topology
+from jgpt.machine import Machine, Platform
 from jgpt.training import ahead
-from jgpt.training.ahead import CompiledStep, compile_ahead
+from jgpt.training.ahead import CHIPS, CompiledStep, compile_ahead, topology
 from jgpt.training.memory import TrainingMemory
 
 ROOT = Path(__file__).parents[2]

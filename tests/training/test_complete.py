@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from jgpt import ModelConfig, TrainConfig, preset
-from jgpt.hardware import Machine, Platform
+from jgpt.machine import Machine, Platform
 from jgpt.training.complete import complete, require_memory
 from jgpt.training.memory import TrainingMemory
 

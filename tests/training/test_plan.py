@@ -162,7 +162,7 @@ def test_the_memory_of_the_process_is_within_a_fifth_of_the_plan(tmp_path):
     expected = json.loads(planned.stdout)["process_memory"]
     # not by wait4, which counts what this process had when it started the other
     measured = (
-        "import sys, jgpt.cli; from jgpt.hardware import memory_in_use; "
+        "import sys, jgpt.cli; from jgpt.machine import memory_in_use; "
         "jgpt.cli.main(sys.argv[1:]); print(memory_in_use(), file=sys.stderr)"
     )
     trained = subprocess.run(

@@ -21,8 +21,8 @@ def info(
 ) -> Lines:
     """Show a model's parameters, bytes, FLOPs and training memory."""
     with terminal.importing() as status:
-        from jgpt import hardware
         from jgpt.cli import report
+        from jgpt.machine import this_machine
         from jgpt.nn.costs import Part, flops_per_token, parts_of
         from jgpt.training.complete import complete
         from jgpt.training.memory import training_memory
@@ -33,7 +33,7 @@ def info(
             return report.describe_placements(dataclasses.replace(config, mesh=mesh))
         status.update("compiling")
         # one device, completed as `fit` does, or the memory would be another program's
-        machine = dataclasses.replace(hardware.this_machine(), devices=1)
+        machine = dataclasses.replace(this_machine(), devices=1)
         decided = complete(dataclasses.replace(config, mesh=None), machine)
         with source_shown(config):
             memory = training_memory(decided)

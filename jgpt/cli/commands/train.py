@@ -80,14 +80,14 @@ def _leave(message: str) -> NoReturn:
 
 def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
     with terminal.importing():
-        from jgpt import hardware
         from jgpt.cli import console, signals
+        from jgpt.machine import process_index
         from jgpt.parallel import processes
         from jgpt.runs.directory import SAMPLES
         from jgpt.runs.fit import StoppedBeforeTraining, TrainingStopped, fit
 
     screen = open_console()
-    screen.quiet = hardware.process_index() != 0  # process 0 speaks for all
+    screen.quiet = process_index() != 0  # process 0 speaks for all
     shown = console.ConsoleProgress(screen, "reading the data")
     with shown as progress, signals.stop_requested(progress.stopping, progress.leaving) as codes:
         try:
@@ -113,7 +113,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 status = 128 + signals.BROKEN_PIPE
             # the signal came to one process, and all exit with its code
             sys.exit(max(processes.gather(status)))
-    if hardware.process_index() != 0:
+    if process_index() != 0:
         return []
     code = options_to_load(config)
     assert run.path is not None

@@ -1,16 +1,11 @@
 """What machine this is."""
 
-import importlib
 import resource
 import types
-from typing import Any
 
-import jax
-import jax.monitoring
 import pytest
 
-from jgpt.hardware import (
-    _LOWERING_CACHES,
+from jgpt.machine import (
     Platform,
     accelerators,
     current_platform,
@@ -97,78 +92,6 @@ def test_freed_memory_is_given_back_after_garbage_was_collected(monkeypatch, sys
     monkeypatch.undo()  # the suite's own fixtures look at the system too
 
     assert calls == ["collect", "keep 0"][: 1 + trims]
-
-
-@pytest.fixture
-def lowering_caches() -> list[Any]:
-    """The two private caches, found without the code that is tested."""
-    caches = []
-    for module_name, name in _LOWERING_CACHES:
-        module = importlib.import_module(module_name)
-        assert hasattr(module, name), f"JAX {jax.__version__} has no {module_name}.{name}"
-        caches.append(getattr(module, name))
-    assert len(caches) == 2
-    return caches
-
-
-def test_what_was_lowered_is_forgotten_and_what_was_compiled_is_kept(lowering_caches):
-    programs = []
-    for number in range(40):
-        program = jax.jit(lambda x, number=number: x + number)
-        program(1.0)
-        programs.append(program)
-    for cache in lowering_caches:
-        assert cache.cache_info().currsize >= 40
-    compiled = []
-
-    def record(event: str, duration_secs: float, **details: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(details)
-
-    release_memory()
-
-    for cache in lowering_caches:
-        assert cache.cache_info().currsize == 0
-    jax.monitoring.register_event_duration_secs_listener(record)
-    try:
-        for number, program in enumerate(programs):
-            assert float(program(1.0)) == 1.0 + number
-        assert not compiled
-        jax.jit(lambda x: x - 1)(1.0)  # the control
-        assert len(compiled) == 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(record)
-
-
-@pytest.mark.parametrize("lacks", ["module", "name", "method"])
-def test_a_jax_without_one_of_these_caches_gives_the_rest_of_the_memory_back(
-    monkeypatch, lowering_caches, lacks
-):
-    program = jax.jit(lambda x: x * 3)  # the caches hold it weakly
-    program(1.0)
-    lacking, other = lowering_caches
-    module, name = _LOWERING_CACHES[0]
-    match lacks:
-        case "module":
-            changed = ("jax._src.no_such_module", name)
-            monkeypatch.setattr("jgpt.hardware._LOWERING_CACHES", (changed, _LOWERING_CACHES[1]))
-        case "name":
-            monkeypatch.delattr(f"{module}.{name}")
-        case "method":
-            monkeypatch.setattr(f"{module}.{name}", lambda: None)
-    trimmed = []
-    library = types.SimpleNamespace(malloc_trim=trimmed.append)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
-    monkeypatch.setattr("sys.platform", "linux")
-
-    assert other.cache_info().currsize >= 1
-    release_memory()
-    left = lacking.cache_info().currsize
-    monkeypatch.undo()  # the suite's own fixtures trim, too
-
-    assert other.cache_info().currsize == 0
-    assert left >= 1  # it was really not there
-    assert trimmed == [0]
 
 
 def test_a_flag_that_xla_lacks_is_left_out():
