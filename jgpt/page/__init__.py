@@ -1,1 +1,1 @@
-"""Pictures of models and runs: plots, and pages that show a model's inside."""
+"""The page that holds a model: its numbers, computed in a browser. The door is `jgpt.look`."""
