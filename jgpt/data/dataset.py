@@ -10,7 +10,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer, UnencodableText
-from jgpt.data.encode import Tokenizer, token_dtype
+from jgpt.data.encode import Tokenizer
 from jgpt.data.prepared import (
     Prepared,
     digest_of,
@@ -18,6 +18,7 @@ from jgpt.data.prepared import (
     folder_of,
     open_prepared,
     require_in_vocabulary,
+    token_dtype,
     whole_numbers,
 )
 from jgpt.data.sources import Warn

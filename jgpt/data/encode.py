@@ -26,15 +26,6 @@ DECODED_AT_ONCE = 1 << 20
 """The number of tokens decoded at once."""
 
 
-def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the narrowest dtype that holds the tokens."""
-    if tokenizer.vocab_size <= 1 << 8:  # characters and bytes: a quarter of int32's memory
-        return np.dtype(np.uint8)
-    if tokenizer.vocab_size <= 1 << 16:
-        return np.dtype(np.uint16)
-    return np.dtype(np.uint32)
-
-
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer in a file. Raises FileNotFoundError or ValueError, which name the file."""
     if not path.is_file():

@@ -30,9 +30,8 @@ from jgpt.data.encode import (
     encode_each,
     is_same_vocabulary,
     read_tokenizer,
-    token_dtype,
 )
-from jgpt.data.sources import LONGEST_WORD, NANOGPT, Warn, find_files, identify, text_chunks
+from jgpt.data.sources import LONGEST_WORD, NANOGPT, Warn, find_files, text_chunks
 from jgpt.files import locked, new_directory, write_file
 from jgpt.shapes.contract import host_record, typed
 
@@ -81,6 +80,15 @@ class Prepared:
     tokenizer: Tokenizer
     digest: str
     """SHA-256 of all tokens."""
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the narrowest dtype that holds the tokens."""
+    if tokenizer.vocab_size <= 1 << 8:  # characters and bytes: a quarter of int32's memory
+        return np.dtype(np.uint8)
+    if tokenizer.vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 def is_prepared(path: Path) -> bool:
@@ -197,7 +205,7 @@ def _in_cache(
         cache = _writable(cache)
         _remove_unused(cache)
         folder = cache / name
-        size = sum(size for _, size, _ in identify(files))
+        size = sum(size for _, size, _ in _identify(files))
         if size > LARGE_TEXT:
             warn(f"a text of {size / 1e6:,.0f} MB is tokenized once, into {folder}")
     has_waited = False
@@ -221,7 +229,7 @@ def _in_cache(
 
 def _name_of(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer | None = None) -> str:
     """Return a name for the tokens of files as they are now, with a tokenizer or the config's."""
-    facts: list[Any] = [FORM, identify(files), config.data_field]
+    facts: list[Any] = [FORM, _identify(files), config.data_field]
     if tokenizer is not None:
         facts.append(tokenizer.to_json())
     else:
@@ -229,8 +237,17 @@ def _name_of(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer | N
         if config.tokenizer == "bpe":
             facts.append(config.bpe_vocab_size)
         if config.tokenizer_files is not None:
-            facts.append(identify(sorted(Path(config.tokenizer_files).glob("*"))))
+            facts.append(_identify(sorted(Path(config.tokenizer_files).glob("*"))))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _identify(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return the place, size and time of change of each file."""
+    facts = []
+    for path in files:
+        status = path.stat()
+        facts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    return facts
 
 
 def _has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
@@ -275,7 +292,7 @@ def _write_text(
 
     Continues the work of a stopped process in the same folder.
     """
-    before = identify(files)
+    before = _identify(files)
     total = max(sum(size for _, size, _ in before), 1)
     passes = 1
     done_bytes = 0
@@ -301,7 +318,7 @@ def _write_text(
         longest_word = PIECE
     texts = chunks(PIECE, separator=document_end(tokenizer), longest_word=longest_word)
     count, digest = _write_tokens(partial, tokenizer, texts, warn)
-    if identify(files) != before:
+    if _identify(files) != before:
         raise ValueError(f"{', '.join(config.data)} changed while it was read: start again")
     (partial / DONE).unlink(missing_ok=True)
     _write_index(partial, token_dtype(tokenizer), count, digest, field=config.data_field)

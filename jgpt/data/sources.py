@@ -111,15 +111,6 @@ def has_tokens(path: Path) -> bool:
     return path.suffix in (".npy", ".bin")
 
 
-def identify(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return the place, size and time of change of each file."""
-    facts = []
-    for path in files:
-        status = path.stat()
-        facts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
-    return facts
-
-
 def text_chunks(
     files: Sequence[Path],
     size: int = 1 << 18,
