@@ -46,6 +46,8 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             sync_below(partial)
             sync_directory(partial)
             os.replace(partial, path)
+            # Before the slow sync: a process that is killed in it would leave the lock.
+            lock.unlink()
             sync_directory(path.parent)
         except KeyboardInterrupt:
             is_to_continue = content is not None

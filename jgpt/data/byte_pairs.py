@@ -35,25 +35,17 @@ class BPETokenizer:
     """Byte-level byte-pair encoding with the tokenizers library; tiktoken encodes long texts.
 
     `encode` adds the special tokens that the library's post-processor adds to a text, such as
-    Llama's beginning of text, unless `adds_special_tokens` is False.
+    Llama's beginning of text.
     """
 
-    def __init__(
-        self, backend: Any, *, adds_special_tokens: bool = True, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, backend: Any, *, vocab_size: int | None = None) -> None:
         """Wrap a tokenizer of the library; `vocab_size` adds tokens without a text at the end."""
         self._backend = backend
         self._last_with_text = max(backend.get_vocab().values(), default=-1)
         self.vocab_size = vocab_size or self._last_with_text + 1
         """The size of the vocabulary, unused tokens included."""
-        has_template = backend.num_special_tokens_to_add(is_pair=False) > 0
-        self.adds_special_tokens = adds_special_tokens and has_template
-        """Whether `encode` adds special tokens to a text."""
-        self.begin: tuple[int, ...] = ()
-        """The tokens that `encode` puts before a text."""
-        if self.adds_special_tokens:
-            processor = json.loads(backend.to_str())["post_processor"]
-            self.begin = tuple(_tokens_before_text(processor))
+        self.begin, self.end = _tokens_around_text(backend)
+        """The tokens that `encode` puts before and after a text."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -80,13 +72,7 @@ class BPETokenizer:
         return cls(_with_unused_byte_named(backend, END_OF_TEXT))
 
     @classmethod
-    def from_hf(
-        cls,
-        values: dict[str, Any],
-        *,
-        adds_special_tokens: bool = True,
-        vocab_size: int | None = None,
-    ) -> Self:
+    def from_hf(cls, values: dict[str, Any], *, vocab_size: int | None = None) -> Self:
         """Read the tokenizer in a Hugging Face `tokenizer.json`. Raises ValueError for another
         file."""
         values = dict(values)
@@ -97,7 +83,7 @@ class BPETokenizer:
         values["padding"] = None
         with _errors_named("not a tokenizer"):
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
-        return cls(backend, adds_special_tokens=adds_special_tokens, vocab_size=vocab_size)
+        return cls(backend, vocab_size=vocab_size)
 
     @classmethod
     def from_gpt2(cls, directory: str | Path) -> Self:
@@ -129,67 +115,13 @@ class BPETokenizer:
             backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 
-    def with_added_tokens(
-        self, tokens: Iterable[tokenizers.AddedToken], largest_size: int
-    ) -> "BPETokenizer":
-        """Return a copy with more tokens, up to a vocabulary of `largest_size`."""
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        for token in tokens:
-            is_new = backend.token_to_id(token.content) is None
-            if is_new and backend.get_vocab_size() >= largest_size:
-                continue
-            if token.special:
-                backend.add_special_tokens([token])
-            else:
-                backend.add_tokens([token])
-        return BPETokenizer(backend, adds_special_tokens=self.adds_special_tokens)
-
-    def added_tokens(self) -> set[str]:
-        """Return the texts of tokens that are matched before a text is split into words."""
-        added = self._backend.get_added_tokens_decoder()
-        return {token.content for token in added.values()}
-
     def padded_to(self, vocab_size: int) -> "BPETokenizer":
         """Return a copy with empty tokens added, until each embedding row has a token."""
-        return BPETokenizer(
-            self._backend, adds_special_tokens=self.adds_special_tokens, vocab_size=vocab_size
-        )
-
-    def has_same_tokens(self, other: Any) -> bool:
-        """Return whether `other` has the same tokens with a text, by their numbers.
-
-        The files of GPT-2 and a `tokenizer.json` of it may differ in what is not a token.
-        """
-        if not isinstance(other, BPETokenizer):
-            return False
-        return self._backend.get_vocab() == other._backend.get_vocab()
+        return BPETokenizer(self._backend, vocab_size=vocab_size)
 
     def to_hf(self) -> tokenizers.Tokenizer:
         """Return the tokenizer of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
-
-    def token_of(self, text: str) -> int | None:
-        """Return the token with this text, which may be special, or None."""
-        return self._backend.token_to_id(text)
-
-    @functools.cached_property
-    def end(self) -> tuple[int, ...]:
-        """The tokens that `encode` puts after a text."""
-        if not self.adds_special_tokens:
-            return ()
-        sample = " "
-        tokens = _encode(self._backend, sample)
-        with_special = _encode(self._backend, sample, add_special_tokens=True)
-        return tuple(with_special[len(self.begin) + len(tokens) :])
-
-    @property
-    def adds_prefix_space(self) -> bool | None:
-        """Whether byte-level splitting puts a space before a text; None for other splitting."""
-        splitting = json.loads(self._backend.to_str())["pre_tokenizer"] or {}
-        for part in splitting.get("pretokenizers", [splitting]):
-            if part.get("type") == "ByteLevel":
-                return part["add_prefix_space"]
-        return None
 
     @property
     def end_of_text(self) -> int | None:
@@ -203,7 +135,7 @@ class BPETokenizer:
         If a text already begins with them, as one from a chat template does, they are not added
         again.
         """
-        if not self.adds_special_tokens:
+        if not self.begin and not self.end:
             return self.encode_part(text)
         tokens = _encode(self._backend, text, add_special_tokens=True)
         count = len(self.begin)
@@ -336,36 +268,23 @@ class BPETokenizer:
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON, which contains the library's own JSON."""
-        adds = ""
-        if self.adds_special_tokens:
-            adds = '"adds_special_tokens": true, '
         size = ""
         if self.vocab_size > self._last_with_text + 1:
             size = f'"vocab_size": {self.vocab_size}, '
-        return f'{{"type": "bpe", {adds}{size}"tokenizer": {self._backend.to_str()}}}'
+        return f'{{"type": "bpe", {size}"tokenizer": {self._backend.to_str()}}}'
 
 
-def _tokens_before_text(processor: Any) -> list[int]:
-    """Return the special tokens that a post-processor of the tokenizers library puts before a
-    text."""
-    match processor:
-        case {"type": "Sequence", "processors": list(processors)}:
-            tokens = []
-            # Post-processors apply in order, so the last one adds the outermost tokens.
-            for part in reversed(processors):
-                tokens.extend(_tokens_before_text(part))
-            return tokens
-        case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": special}:
-            tokens = []
-            for piece in pieces:
-                if "SpecialToken" not in piece:  # the text
-                    break
-                name = piece["SpecialToken"]["id"]
-                tokens.extend(special[name]["ids"])
-            return tokens
-        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(token)]}:
-            return [token]
-    return []
+def _tokens_around_text(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens that a post-processor puts before and after a text."""
+    if backend.num_special_tokens_to_add(is_pair=False) == 0:
+        return (), ()
+    # The text of a token, since a tokenizer may have no token for some other text.
+    sample = backend.decode([0], skip_special_tokens=False)
+    encoding = backend.encode(sample)
+    is_text = [not added for added in encoding.special_tokens_mask]
+    first = is_text.index(True)
+    after = len(is_text) - is_text[::-1].index(True)
+    return tuple(encoding.ids[:first]), tuple(encoding.ids[after:])
 
 
 def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -431,17 +350,9 @@ def _with_unused_byte_named(backend: Any, name: str) -> Any:
     values = json.loads(backend.to_str())
     vocabulary = values["model"]["vocab"]
     vocabulary[name] = vocabulary.pop(_UNUSED_LETTER)
-    token = {
-        "id": vocabulary[name],
-        "content": name,
-        "special": True,
-        "normalized": False,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-    }
-    values["added_tokens"].append(token)
-    return tokenizers.Tokenizer.from_str(json.dumps(values))
+    renamed = tokenizers.Tokenizer.from_str(json.dumps(values))
+    renamed.add_special_tokens([name])
+    return renamed
 
 
 def _byte_level(model: Any) -> Any:

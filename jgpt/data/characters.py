@@ -17,8 +17,6 @@ CHARACTERS_AT_ONCE = 1 << 18
 """The number of characters encoded at once, since code points take four bytes each."""
 UTF_32 = ("utf-32-le", "surrogatepass")
 """The encoding in which each character takes four bytes, and lone surrogates are characters."""
-MOST_DIGITS = 9
-"""The limit of digits in a number, which fits into an int32."""
 Tokens = Int32[np.ndarray, " tokens"]
 AnyTokens = Integer[np.ndarray, " tokens"] | Integer[Any, " tokens"] | Sequence[int]
 
@@ -27,11 +25,17 @@ class UnencodableText(ValueError):
     """A text that a tokenizer can't encode."""
 
 
-class CharTokenizer:
-    """Character-level: a token for each character of a text, ordered by code point."""
+class WithoutSpecialTokens:
+    """A tokenizer that puts no tokens before or after a text, or between documents."""
 
     begin: tuple[int, ...] = ()
-    """The tokens that `encode` puts before a text."""
+    end: tuple[int, ...] = ()
+    special: tuple[int, ...] = ()
+    end_of_text: int | None = None
+
+
+class CharTokenizer(WithoutSpecialTokens):
+    """Character-level: a token for each character of a text, ordered by code point."""
 
     def __init__(self, characters: str) -> None:
         """Make a tokenizer of these characters, which must be sorted and unique."""
@@ -74,21 +78,19 @@ class CharTokenizer:
         """
         tokens = np.empty(len(text), np.int32)
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
-            part = text[start : start + CHARACTERS_AT_ONCE]
-            code_points = np.frombuffer(part.encode(*UTF_32), np.uint32)
-            above_all = np.uint32(len(self._token_of) - 1)
-            part_tokens = self._token_of[np.minimum(code_points, above_all)]
-            unknown = np.flatnonzero(part_tokens == NO_TOKEN)
-            if unknown.size:
-                first = int(unknown[0])
-                known = self.characters[:100]
-                if self.vocab_size > 100:
-                    known += "…"
-                raise UnencodableText(
-                    f"unknown character {part[first]!r} at position {offset + start + first}: the "
-                    f"vocabulary is the {self.vocab_size} characters {known!r}"
-                )
-            tokens[start : start + len(part)] = part_tokens
+            end = start + CHARACTERS_AT_ONCE
+            code_points = np.frombuffer(text[start:end].encode(*UTF_32), np.uint32)
+            tokens[start:end] = self._token_of.take(code_points, mode="clip")
+        unknown = np.flatnonzero(tokens == NO_TOKEN)
+        if unknown.size:
+            first = int(unknown[0])
+            known = self.characters[:100]
+            if self.vocab_size > 100:
+                known += "…"
+            raise UnencodableText(
+                f"unknown character {text[first]!r} at position {offset + first}: the vocabulary "
+                f"is the {self.vocab_size} characters {known!r}"
+            )
         return tokens
 
     @typed
@@ -111,13 +113,11 @@ class CharTokenizer:
         return backend
 
 
-class ByteTokenizer:
+class ByteTokenizer(WithoutSpecialTokens):
     """Byte-level: the 256 UTF-8 bytes, which encode any text."""
 
     vocab_size = 256
     """The number of bytes."""
-    begin: tuple[int, ...] = ()
-    """The tokens that `encode` puts before a text."""
 
     @typed
     def encode(self, text: str) -> Tokens:
@@ -147,12 +147,9 @@ class ByteTokenizer:
         return backend
 
 
-class NumberTokenizer:
+class NumberTokenizer(WithoutSpecialTokens):
     """Tokens without a text, such as notes or measurements. Numbers with spaces between them stand
     for tokens."""
-
-    begin: tuple[int, ...] = ()
-    """The tokens that `encode` puts before a text."""
 
     def __init__(self, vocab_size: int) -> None:
         """Make a tokenizer of the numbers from 0 to `vocab_size` - 1."""
@@ -165,7 +162,7 @@ class NumberTokenizer:
         tokens = []
         for place, word in enumerate(text.split(), start=1):
             # `int` alone would read "1_000", "+1" and digits of other scripts, too.
-            is_number = word.isascii() and word.isdigit() and len(word) <= MOST_DIGITS
+            is_number = word.isascii() and word.isdigit()
             if not is_number or int(word) >= self.vocab_size:
                 raise UnencodableText(
                     f"word {place} of the text, {word[:40]!r}, is not a token: the tokens are the "
@@ -191,11 +188,8 @@ class NumberTokenizer:
         return backend
 
 
-class OwnTokenizer:
+class OwnTokenizer(WithoutSpecialTokens):
     """A tokenizer of the user's own, or the record of one, which has only its name and size."""
-
-    begin: tuple[int, ...] = ()
-    """The tokens that `encode` puts before a text."""
 
     def __init__(self, name: str, vocab_size: int, tokenizer: Any = None) -> None:
         """Wrap an object with `encode`, `decode` and `vocab_size`."""

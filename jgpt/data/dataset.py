@@ -1,7 +1,7 @@
 """A tokenized text, split into training, validation and test."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,15 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer, UnencodableText
-from jgpt.data.encode import Tokenizer, is_same_vocabulary, token_dtype
+from jgpt.data.encode import Tokenizer
 from jgpt.data.prepared import (
-    cached,
+    Prepared,
     digest_of,
     extremes,
-    is_prepared,
+    folder_of,
     open_prepared,
     require_in_vocabulary,
+    token_dtype,
     whole_numbers,
 )
 from jgpt.data.sources import Warn
@@ -51,12 +52,7 @@ class Dataset:
         the data came split. Raises ValueError for a folder that is incomplete or damaged.
         """
         fractions = DataConfig(validation_fraction=validation_fraction, test_fraction=test_fraction)
-        prepared = open_prepared(Path(folder))
-        if prepared.validation is None:
-            splits = _split(prepared.tokens, fractions)
-        else:
-            splits = prepared.tokens, prepared.validation, prepared.validation[:0]
-        return cls(*splits, prepared.tokenizer, prepared.digest)
+        return _dataset_of(open_prepared(Path(folder)), fractions)
 
     @classmethod
     def from_tokens(
@@ -95,7 +91,8 @@ class Dataset:
             tokenizer = OwnTokenizer.of(tokenizer)
         for name, array in arrays.items():
             require_in_vocabulary(name, array, tokenizer)
-        parts = [_narrow(array, tokenizer) for array in arrays.values()]
+        dtype = token_dtype(tokenizer)
+        parts = [array.astype(dtype, copy=False) for array in arrays.values()]
         digest = digest_of(*parts)
         if validation is None:
             fractions = DataConfig(
@@ -106,14 +103,13 @@ class Dataset:
         return cls(training, held_out, unseen, tokenizer, digest)
 
 
-@typed
-def _narrow(
-    tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer
-) -> Integer[np.ndarray, " tokens"]:
-    """Return tokens in a dtype that JAX has and that is native here."""
-    if tokens.dtype.isnative and tokens.dtype.name in ("uint8", "uint16", "uint32", "int32"):
-        return tokens
-    return tokens.astype(token_dtype(tokenizer))
+def _dataset_of(prepared: Prepared, fractions: DataConfig) -> Dataset:
+    """Split the tokens of a folder, unless they came split."""
+    if prepared.validation is None:
+        splits = _split(prepared.tokens, fractions)
+    else:
+        splits = prepared.tokens, prepared.validation, prepared.validation[:0]
+    return Dataset(*splits, prepared.tokenizer, prepared.digest)
 
 
 def _split(tokens: Any, fractions: DataConfig) -> tuple[Any, Any, Any]:
@@ -148,7 +144,7 @@ def load_dataset(
             "other data with `data`"
         )
     try:
-        dataset = _open(config, tokenizer, warn, progress)
+        folder = folder_of(config, tokenizer, warn, progress)
     except FileNotFoundError as error:
         if digest is None:
             raise
@@ -159,6 +155,7 @@ def load_dataset(
         if digest is None:
             raise
         raise _another_text(config, str(error)) from None
+    dataset = _dataset_of(open_prepared(folder, tokenizer), config)
     require_usable(dataset, config, block_size, digest)
     return dataset
 
@@ -172,9 +169,7 @@ def load_text(
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> Integer[np.ndarray, " tokens"]:
     """Return the tokens of a config's data, without splitting them."""
-    folder = _folder_of(config, tokenizer, warn, progress)
-    prepared = open_prepared(folder)
-    _require_tokenizer(folder, tokenizer, prepared.tokenizer)
+    prepared = open_prepared(folder_of(config, tokenizer, warn, progress), tokenizer)
     if prepared.validation is None:
         return prepared.tokens
     return prepared.validation  # of data that came split
@@ -209,53 +204,3 @@ def _require_a_block(name: str, split: Any, block_size: int) -> None:
         f"{name} has {counted(len(split), 'token')}, too few for one block of "
         f"{block_size} and its targets: use more text or a smaller `block_size`"
     )
-
-
-def _open(
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    warn: Warn,
-    progress: Callable[[float], None],
-) -> Dataset:
-    """Open the folder of a config's data."""
-    folder = _folder_of(config, tokenizer, warn, progress)
-    dataset = Dataset.open(
-        folder,
-        validation_fraction=config.validation_fraction,
-        test_fraction=config.test_fraction,
-    )
-    if tokenizer is None:
-        return dataset
-    _require_tokenizer(folder, tokenizer, dataset.tokenizer)
-    return replace(dataset, tokenizer=tokenizer)
-
-
-def _folder_of(
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    warn: Warn,
-    progress: Callable[[float], None],
-) -> Path:
-    """Return the prepared folder that a config names, or that of its text in the user's cache."""
-    for word in config.data:
-        if not is_prepared(Path(word)):
-            continue
-        if len(config.data) > 1:
-            raise ValueError(f"tokens such as {word} can't be joined with other data")
-        return Path(word)
-    if isinstance(tokenizer, OwnTokenizer):
-        raise ValueError(
-            f"the tokenizer {tokenizer.name} is an object of your own: give the tokens with "
-            "dataset=jgpt.Dataset.from_tokens(tokens, tokenizer=...)"
-        )
-    return cached(config, tokenizer, warn=warn, progress=progress)
-
-
-def _require_tokenizer(folder: Path, tokenizer: Tokenizer, own: Tokenizer) -> None:
-    """Raise ValueError if a folder has tokens of another tokenizer than that of a run."""
-    if isinstance(tokenizer, NumberTokenizer) and isinstance(own, NumberTokenizer):
-        is_same = own.vocab_size <= tokenizer.vocab_size  # the largest number may be missing
-    else:
-        is_same = is_same_vocabulary(tokenizer, own)
-    if not is_same:
-        raise ValueError(f"{folder} was prepared with another tokenizer: prepare it again")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +24,6 @@ CONTEXT = 256
 """The number of characters before a part of a text that are encoded with it as context."""
 DECODED_AT_ONCE = 1 << 20
 """The number of tokens decoded at once."""
-
-
-def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the narrowest dtype that holds the tokens."""
-    if tokenizer.vocab_size <= 1 << 8:  # characters and bytes: a quarter of int32's memory
-        return np.dtype(np.uint8)
-    if tokenizer.vocab_size <= 1 << 16:
-        return np.dtype(np.uint16)
-    return np.dtype(np.uint32)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -58,18 +49,17 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         case {"type": "own", "name": str(name), "vocab_size": int(vocab_size)}:
             return OwnTokenizer(name, vocab_size)
         case {"type": "bpe", "tokenizer": dict(inner)} as values:
-            return BPETokenizer.from_hf(
-                inner,
-                adds_special_tokens=values.get("adds_special_tokens") is True,
-                vocab_size=values.get("vocab_size"),
-            )
+            return BPETokenizer.from_hf(inner, vocab_size=values.get("vocab_size"))
     raise ValueError("not a tokenizer of jgpt or of Hugging Face's library tokenizers")
 
 
 def is_same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether tokenizers have the same tokens, apart from those that they add to a text."""
+    """Return whether tokenizers have the same tokens, by their numbers.
+
+    The files of GPT-2 and a `tokenizer.json` of it may differ in what is not a token.
+    """
     if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
-        return one.to_hf().to_str() == other.to_hf().to_str()
+        return one.to_hf().get_vocab() == other.to_hf().get_vocab()
     return one.to_json() == other.to_json()
 
 
@@ -81,7 +71,7 @@ def document_end(tokenizer: Tokenizer) -> str:
     """
     if tokenizer.begin:
         return tokenizer.decode(tokenizer.begin)
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+    if tokenizer.end_of_text is not None:
         return END_OF_TEXT
     return "\n"
 
@@ -94,12 +84,9 @@ def count_characters(tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenize
     letters of its name are not in the text.
     """
     count = 0
-    special = []
-    if isinstance(tokenizer, BPETokenizer):
-        special = tokenizer.special
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         part = tokens[start : start + DECODED_AT_ONCE]
-        is_text = ~np.isin(part, special)
+        is_text = ~np.isin(part, tokenizer.special)
         text = tokenizer.decode(part[is_text])
         # Bits per character need the characters of this split: with the ratio of the whole text
         # they were 4.2% too low, for byte-pairs of 1,024 on tiny Shakespeare. A character that
@@ -119,9 +106,7 @@ def encode_each(
     """
     encode_part = _part_encoder(tokenizer)
     begin = np.array(tokenizer.begin, np.int32)
-    end = np.zeros(0, np.int32)
-    if isinstance(tokenizer, BPETokenizer):
-        end = np.array(tokenizer.end, np.int32)
+    end = np.array(tokenizer.end, np.int32)
 
     def encode(part: _Part) -> bytes:
         tokens = encode_part(part)
@@ -129,7 +114,7 @@ def encode_each(
         begins_already = np.array_equal(tokens[: len(begin)], begin)
         if part.offset == 0 and not begins_already:
             tokens = np.concatenate([begin, tokens])
-        if part.is_last and len(end):
+        if part.is_last:
             tokens = np.concatenate([tokens, end])
         return tokens.astype(dtype, copy=False).tobytes()
 
@@ -160,23 +145,14 @@ def _parts(texts: Iterable[str], encoded: int) -> Iterator[_Part]:
     """Yield the parts of a text, without its first `encoded` characters."""
     context = ""
     offset = 0
-    following = iter(texts)
-    text = next(following, None)
-    while text is not None:
-        next_text = next(following, None)
+    for text, following in pairwise(chain(texts, [""])):
         start = min(max(encoded - offset, 0), len(text))
-        if start > 0:
-            context = text[:start]
         if start < len(text):
-            yield _Part(
-                text[start:],
-                context=context[-CONTEXT:],
-                offset=offset + start,
-                is_last=next_text is None,
-            )
-        context = text
+            before = context + text[:start]
+            is_last = following == ""
+            yield _Part(text[start:], before[-CONTEXT:], offset + start, is_last)
+        context = text[-CONTEXT:]
         offset += len(text)
-        text = next_text
 
 
 def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
@@ -185,11 +161,9 @@ def _part_encoder(tokenizer: Tokenizer) -> Callable[[_Part], np.ndarray]:
     if isinstance(tokenizer, CharTokenizer):
         encode_characters = inspect.unwrap(CharTokenizer.encode)
         return lambda part: encode_characters(tokenizer, part.text, part.offset)
-    if isinstance(tokenizer, ByteTokenizer):
-        encode_bytes = inspect.unwrap(ByteTokenizer.encode)
-        return lambda part: encode_bytes(tokenizer, part.text)
     if not isinstance(tokenizer, BPETokenizer):
-        return lambda part: tokenizer.encode(part.text)
+        encode_text = inspect.unwrap(type(tokenizer).encode)
+        return lambda part: encode_text(tokenizer, part.text)
     encode = inspect.unwrap(BPETokenizer.encode_part)
     if tokenizer.fast is not None:  # made once, rather than by each thread
         return lambda part: encode(tokenizer, part.text)

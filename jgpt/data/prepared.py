@@ -23,15 +23,15 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.data.byte_pairs import END_OF_TEXT, BPETokenizer
-from jgpt.data.characters import ByteTokenizer, CharTokenizer, NumberTokenizer
+from jgpt.data.characters import ByteTokenizer, CharTokenizer, NumberTokenizer, OwnTokenizer
 from jgpt.data.encode import (
     Tokenizer,
     document_end,
     encode_each,
+    is_same_vocabulary,
     read_tokenizer,
-    token_dtype,
 )
-from jgpt.data.sources import LONGEST_WORD, NANOGPT, Warn, find_files, identify, text_chunks
+from jgpt.data.sources import LONGEST_WORD, NANOGPT, Warn, find_files, text_chunks
 from jgpt.files import locked, new_directory, write_file
 from jgpt.shapes.contract import host_record, typed
 
@@ -82,13 +82,25 @@ class Prepared:
     """SHA-256 of all tokens."""
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the narrowest dtype that holds the tokens."""
+    if tokenizer.vocab_size <= 1 << 8:  # characters and bytes: a quarter of int32's memory
+        return np.dtype(np.uint8)
+    if tokenizer.vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
+
+
 def is_prepared(path: Path) -> bool:
     """Return whether a path is a prepared folder."""
     return (path / INDEX).is_file()
 
 
-def open_prepared(folder: Path) -> Prepared:
-    """Open a folder. Raises ValueError for one that is incomplete or damaged."""
+def open_prepared(folder: Path, tokenizer: Tokenizer | None = None) -> Prepared:
+    """Open a folder, of the tokens of a `tokenizer` if one is given.
+
+    Raises ValueError for a folder that is incomplete or damaged, or has other tokens.
+    """
     try:
         index = json.loads((folder / INDEX).read_text())
         dtype = np.dtype(index["dtype"])
@@ -101,7 +113,19 @@ def open_prepared(folder: Path) -> Prepared:
         raise ValueError(
             f"{folder} is damaged ({type(error).__name__}: {error}): prepare it again"
         ) from None
-    return Prepared(tokens, validation, read_tokenizer(folder / TOKENIZER), digest)
+    own = read_tokenizer(folder / TOKENIZER)
+    if tokenizer is None:
+        tokenizer = own
+    if not _is_in_vocabulary(own, tokenizer):
+        raise ValueError(f"{folder} was prepared with another tokenizer: prepare it again")
+    return Prepared(tokens, validation, tokenizer, digest)
+
+
+def _is_in_vocabulary(own: Tokenizer, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokens of a folder's own tokenizer are those of another one."""
+    if isinstance(tokenizer, NumberTokenizer) and isinstance(own, NumberTokenizer):
+        return own.vocab_size <= tokenizer.vocab_size  # the largest number may be missing
+    return is_same_vocabulary(own, tokenizer)
 
 
 @typed
@@ -146,29 +170,44 @@ def prepare(
         return _write_text(partial, config, files, None, warn, progress)
 
 
-def cached(
-    config: DataConfig,
-    tokenizer: Tokenizer | None = None,
-    *,
-    warn: Warn = lambda message: None,
-    progress: Report = lambda fraction: None,
+def folder_of(
+    config: DataConfig, tokenizer: Tokenizer | None, warn: Warn, progress: Report
 ) -> Path:
-    """Return the folder of a text in the user's cache, tokenized once for all runs.
+    """Return the prepared folder that a config names, or that of its text in the user's cache.
 
-    Without a `tokenizer`, it is the one that the config asks for.
+    The text is tokenized with a `tokenizer`, or else with the one that the config asks for.
     """
+    for word in config.data:
+        if not is_prepared(Path(word)):
+            continue
+        if len(config.data) > 1:
+            raise ValueError(f"tokens such as {word} can't be joined with other data")
+        return Path(word)
+    if isinstance(tokenizer, OwnTokenizer):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} is an object of your own: give the tokens with "
+            "dataset=jgpt.Dataset.from_tokens(tokens, tokenizer=...)"
+        )
+    return _in_cache(config, tokenizer, warn, progress)
+
+
+def _in_cache(
+    config: DataConfig, tokenizer: Tokenizer | None, warn: Warn, progress: Report
+) -> Path:
+    """Return the folder of a text in the user's cache, tokenized once for all runs."""
     files = find_files(config.data, warn)
     cache = Path(platformdirs.user_cache_dir("jgpt"), "prepared")
     name = _name_of(config, files)
     if tokenizer is not None and not _has_tokenizer(cache / name, tokenizer):
         name = _name_of(config, files, tokenizer)
-    if not is_prepared(cache / name):
+    folder = cache / name
+    if not is_prepared(folder):
         cache = _writable(cache)
         _remove_unused(cache)
-    folder = cache / name
-    size = sum(size for _, size, _ in identify(files))
-    if size > LARGE_TEXT and not is_prepared(folder):
-        warn(f"a text of {size / 1e6:,.0f} MB is tokenized once, into {folder}")
+        folder = cache / name
+        size = sum(size for _, size, _ in _identify(files))
+        if size > LARGE_TEXT:
+            warn(f"a text of {size / 1e6:,.0f} MB is tokenized once, into {folder}")
     has_waited = False
     while not is_prepared(folder):
         try:
@@ -190,7 +229,7 @@ def cached(
 
 def _name_of(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer | None = None) -> str:
     """Return a name for the tokens of files as they are now, with a tokenizer or the config's."""
-    facts: list[Any] = [FORM, identify(files), config.data_field]
+    facts: list[Any] = [FORM, _identify(files), config.data_field]
     if tokenizer is not None:
         facts.append(tokenizer.to_json())
     else:
@@ -198,8 +237,17 @@ def _name_of(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer | N
         if config.tokenizer == "bpe":
             facts.append(config.bpe_vocab_size)
         if config.tokenizer_files is not None:
-            facts.append(identify(sorted(Path(config.tokenizer_files).glob("*"))))
+            facts.append(_identify(sorted(Path(config.tokenizer_files).glob("*"))))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _identify(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return the place, size and time of change of each file."""
+    facts = []
+    for path in files:
+        status = path.stat()
+        facts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    return facts
 
 
 def _has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
@@ -244,7 +292,7 @@ def _write_text(
 
     Continues the work of a stopped process in the same folder.
     """
-    before = identify(files)
+    before = _identify(files)
     total = max(sum(size for _, size, _ in before), 1)
     passes = 1
     done_bytes = 0
@@ -270,7 +318,7 @@ def _write_text(
         longest_word = PIECE
     texts = chunks(PIECE, separator=document_end(tokenizer), longest_word=longest_word)
     count, digest = _write_tokens(partial, tokenizer, texts, warn)
-    if identify(files) != before:
+    if _identify(files) != before:
         raise ValueError(f"{', '.join(config.data)} changed while it was read: start again")
     (partial / DONE).unlink(missing_ok=True)
     _write_index(partial, token_dtype(tokenizer), count, digest, field=config.data_field)
@@ -328,7 +376,7 @@ def _write_tokens(
 def _done_before(partial: Path, dtype: np.dtype) -> tuple[int, int]:
     """Return the numbers of characters and tokens that a killed process has prepared.
 
-    Both are 0 if the file of tokens is shorter than that, since it would be padded with zeros.
+    Both are 0 if the file of tokens is shorter than that, or lost, as after a power cut.
     """
     with contextlib.suppress(FileNotFoundError):
         done, count = json.loads((partial / DONE).read_text())
@@ -377,14 +425,9 @@ def prepare_tokens(path: Path, folder: Path, tokenizer: Tokenizer | None = None)
         tokenizer = NumberTokenizer(max(extremes(array)[1] for array in arrays) + 1)
     for file, array in zip(files, arrays, strict=True):
         require_in_vocabulary(str(file), array, tokenizer)
-    dtype = arrays[0].dtype
-    is_the_form = all(
-        isinstance(array, np.memmap) and array.offset == 0 and array.dtype == dtype
-        for array in arrays
-    )
-    if not is_the_form or dtype.name not in ("uint8", "uint16", "uint32"):
-        is_the_form = False
-        dtype = token_dtype(tokenizer)
+    # Files of .npy and llm.c begin with a header.
+    is_the_form = all(isinstance(array, np.memmap) and array.offset == 0 for array in arrays)
+    dtype = arrays[0].dtype if is_the_form else token_dtype(tokenizer)
     with new_directory(folder) as partial:
         for name, file, array in zip((TOKENS, VALIDATION), files, arrays, strict=False):
             if is_the_form:

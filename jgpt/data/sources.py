@@ -1,13 +1,12 @@
 """Text: a word names a corpus, a file or a folder, and files are read by their suffix."""
 
-import codecs
 import gzip
 import hashlib
 import http.client
-import importlib.util
 import io
 import json
 import os
+import pydoc_data
 import urllib.error
 import urllib.request
 import zlib
@@ -30,6 +29,8 @@ CORPORA = {
     "pydocs": "the Python language reference, which CPython includes",
     "shakespeare": "tiny Shakespeare, 1,115,394 characters",
 }
+REFERENCE = Path(pydoc_data.__file__).with_name("topics.py")
+"""The module with the topics of `help()`, which is different in each Python."""
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 TEXTS = (".txt", ".text", ".md", ".rst", ".org", ".tex", *JSON_LINES, PARQUET)
@@ -63,7 +64,7 @@ def read_text(words: Sequence[str]) -> str:
 
 def read_stream(file: BinaryIO, name: str) -> str:
     """Return the text of an open file; errors call it `name`."""
-    return "".join(_decoded(file, name, 1 << 30))
+    return "".join(_decoded(io.BytesIO(file.read()), name, -1))
 
 
 def find_files(words: Sequence[str], warn: Warn = lambda message: None) -> list[Path]:
@@ -78,7 +79,7 @@ def find_files(words: Sequence[str], warn: Warn = lambda message: None) -> list[
         if word in CORPORA and path.exists():
             warn(f"{word} is the corpus of that name; the file or folder here is ./{word}")
         if word == "pydocs":
-            files.append(reference_file())
+            files.append(REFERENCE)
         elif word == "shakespeare":
             files.append(shakespeare_file(warn))
         elif has_tokens(path):
@@ -108,15 +109,6 @@ def has_tokens(path: Path) -> bool:
     if path.is_dir():
         return (path / NANOGPT[0]).is_file()
     return path.suffix in (".npy", ".bin")
-
-
-def identify(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return the place, size and time of change of each file."""
-    facts = []
-    for path in files:
-        status = path.stat()
-        facts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
-    return facts
 
 
 def text_chunks(
@@ -179,8 +171,8 @@ def last_split_point(text: str) -> int:
 
 
 def _texts_of(path: Path, size: int, field: str, separator: str, advance: Advance) -> Iterator[str]:
-    """Yield the text of a file, in blocks of at most `size` bytes or in documents."""
-    if path == reference_file():
+    """Yield the text of a file, in blocks of `size` characters or in documents."""
+    if path == REFERENCE:
         yield python_reference()
         return
     suffix = path.suffix.lower()
@@ -205,25 +197,17 @@ def _texts_of(path: Path, size: int, field: str, separator: str, advance: Advanc
 
 def _decoded(file: BinaryIO, name: str, size: int) -> Iterator[str]:
     """Yield UTF-8 text in blocks, with newlines alone and without a byte-order mark."""
-    # Incremental, since a block may end inside a character, or between CR and LF.
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
-    received = 0
-    block = None
-    while block != b"":
-        block = file.read(size)
-        received += len(block)
+    with io.TextIOWrapper(file, encoding="utf-8-sig") as reader:
         try:
-            text = newlines.decode(block, final=not block)
+            while text := reader.read(size):
+                yield text
         except UnicodeDecodeError as error:
-            # The error's object is this block, with the undecoded bytes of the last one before it.
-            place = received - len(error.object) + error.start
+            # The error's object is what was read last, with the undecoded bytes before it.
+            place = file.tell() - len(error.object) + error.start
             raise ValueError(
                 f"{name} is not UTF-8 text: byte {place} can't be read; iconv -f ENCODING -t UTF-8 "
                 "converts a text of another encoding"
             ) from None
-        if text:
-            yield text
 
 
 def _json_lines(file: BinaryIO, path: Path, field: str) -> Iterator[str]:
@@ -290,7 +274,8 @@ class _CountingFile(io.FileIO):
 
 def _files_in(folder: Path, warn: Warn) -> list[Path]:
     """Return the files of text and code in a folder; a warning names the others."""
-    runs = _run_directories(folder)
+    # What runs have written, such as samples.txt, is no training text.
+    runs = {path.parent for path in folder.glob("**/config.json") if _is_in_run(path)}
     files = []
     skipped: Counter[str] = Counter()
     # Sorted, since file systems differ in their order: the same folder gives the same text.
@@ -320,23 +305,8 @@ def _files_in(folder: Path, warn: Warn) -> list[Path]:
     return files
 
 
-def _run_directories(folder: Path) -> set[Path]:
-    """Return the run directories in a folder, whose files, such as samples.txt, are no training
-    text."""
-    runs = set()
-    for config in folder.glob("**/config.json"):
-        run = config.parent
-        if (run / "tokenizer.json").is_file() and (run / "checkpoints").is_dir():
-            runs.add(run)
-    return runs
-
-
-def reference_file() -> Path:
-    """Return the module with the topics of `help()`, which is different in each Python."""
-    module = importlib.util.find_spec("pydoc_data.topics")
-    assert module is not None
-    assert module.origin is not None
-    return Path(module.origin)
+def _is_in_run(config: Path) -> bool:
+    return config.with_name("tokenizer.json").is_file() and config.with_name("checkpoints").is_dir()
 
 
 def python_reference() -> str:
@@ -352,12 +322,11 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     A copy in `$JGPT_DATA_DIR` comes first, then the one in the cache.
     """
     places = _places_of_shakespeare()
-    for path in places.values():
+    cached = places[-1]
+    for path in places:
         if path.is_file():
             _require_shakespeare(str(path), path.read_bytes())
             return path
-    cached = places["the cache"]
-    folder = os.environ.get("JGPT_DATA_DIR")
     warn(f"downloading tiny Shakespeare from {SHAKESPEARE_URL}")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
@@ -369,12 +338,9 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # the error keeps the connection open
-        missing = ""
-        if folder:
-            missing = f", JGPT_DATA_DIR={folder} has no {SHAKESPEARE_FILE}"
         raise ConnectionError(
-            f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}){missing}: "
-            f"name a file with a copy of it, or put it as {SHAKESPEARE_FILE} into a folder that "
+            f"tiny Shakespeare could not be downloaded from {SHAKESPEARE_URL} ({error}): name a "
+            f"file with a copy of it, or put it as {SHAKESPEARE_FILE} into the folder that "
             "JGPT_DATA_DIR names, or use the corpus pydocs, which needs no network"
         ) from None
     return cached
@@ -382,15 +348,15 @@ def shakespeare_file(warn: Warn = lambda message: None) -> Path:
 
 def has_shakespeare() -> bool:
     """Return whether there is a copy of tiny Shakespeare, which is then not downloaded."""
-    return any(path.is_file() for path in _places_of_shakespeare().values())
+    return any(path.is_file() for path in _places_of_shakespeare())
 
 
-def _places_of_shakespeare() -> dict[str, Path]:
-    places = {"the cache": Path(platformdirs.user_cache_dir("jgpt"), SHAKESPEARE_FILE)}
-    folder = os.environ.get("JGPT_DATA_DIR")
-    if folder:
-        places = {"JGPT_DATA_DIR": Path(folder, SHAKESPEARE_FILE)} | places
-    return places
+def _places_of_shakespeare() -> list[Path]:
+    folders = [platformdirs.user_cache_dir("jgpt")]
+    given = os.environ.get("JGPT_DATA_DIR")
+    if given:
+        folders.insert(0, given)
+    return [Path(folder, SHAKESPEARE_FILE) for folder in folders]
 
 
 def _require_shakespeare(name: str, data: bytes) -> None:

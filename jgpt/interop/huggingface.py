@@ -15,7 +15,6 @@ import safetensors.numpy
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.encode import Tokenizer
 from jgpt.files import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
@@ -149,7 +148,7 @@ def _config_to_write(
         config = hf_config(model.config, zero_biases=zero_biases, source=source)
         return without_tokens_past(config, model.vocab_size)
     config = hf_config(model.config, zero_biases=zero_biases)
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+    if tokenizer is not None and tokenizer.end_of_text is not None:
         config["bos_token_id"] = tokenizer.end_of_text
         config["eos_token_id"] = tokenizer.end_of_text
     return config

@@ -89,22 +89,24 @@ def read_folder_tokenizer(folder: Path, vocab_size: int = sys.maxsize) -> Tokeni
     if not isinstance(tokenizer, BPETokenizer):
         return tokenizer
     files = read_text_files(folder, folder)
+    backend = tokenizer.to_hf()
     with prefix_errors(folder):
-        _require_same_splits(parse_text_file(files, TOKENIZER_CONFIG), tokenizer)
-        tokens = list(_added_tokens(files, tokenizer.added_tokens()))
-    return tokenizer.with_added_tokens(tokens, vocab_size)
+        _require_same_splits(parse_text_file(files, TOKENIZER_CONFIG), backend)
+        _add_tokens(backend, files, vocab_size)
+    return BPETokenizer(backend)
 
 
-def _require_same_splits(config: dict[str, Any], tokenizer: BPETokenizer) -> None:
+def _require_same_splits(config: dict[str, Any], backend: tokenizers.Tokenizer) -> None:
     """Raise ValueError for fields with which transformers splits a text otherwise.
 
     For some classes they decide, and for others `tokenizer.json` does.
     """
     given = {"split_special_tokens": bool(config.get("split_special_tokens"))}
     expected = {"split_special_tokens": False}
-    if tokenizer.adds_prefix_space is not None and config.get("add_prefix_space") is not None:
+    adds_prefix_space = _adds_prefix_space(backend)
+    if adds_prefix_space is not None and config.get("add_prefix_space") is not None:
         given["add_prefix_space"] = config["add_prefix_space"]
-        expected["add_prefix_space"] = tokenizer.adds_prefix_space
+        expected["add_prefix_space"] = adds_prefix_space
     for name, value in given.items():
         if value != expected[name]:
             raise ValueError(
@@ -112,6 +114,28 @@ def _require_same_splits(config: dict[str, Any], tokenizer: BPETokenizer) -> Non
                 f"with {TOKENIZER_JSON}: write both again with transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
+
+
+def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool | None:
+    """Return whether byte-level splitting puts a space before a text; None for other splitting."""
+    splitting = json.loads(backend.to_str())["pre_tokenizer"] or {}
+    for part in splitting.get("pretokenizers", [splitting]):
+        if part.get("type") == "ByteLevel":
+            return part["add_prefix_space"]
+    return None
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, files: TextFiles, largest_size: int) -> None:
+    """Add the tokens of the files, up to a vocabulary of `largest_size`."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in list(_added_tokens(files, known)):
+        is_new = backend.token_to_id(token.content) is None
+        if is_new and backend.get_vocab_size() >= largest_size:
+            continue
+        if token.special:
+            backend.add_special_tokens([token])
+        else:
+            backend.add_tokens([token])
 
 
 def _added_tokens(files: TextFiles, known: set[str]) -> Iterator[tokenizers.AddedToken]:
@@ -205,7 +229,7 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
         # Otherwise version 4 of transformers removes spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text is not None:
+    if tokenizer.end_of_text is not None:
         for name in ("bos_token", "eos_token", "unk_token"):
             values[name] = END_OF_TEXT
     return values

@@ -155,7 +155,7 @@ def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     if name == "tokenizer":
         return isinstance(tokenizer, _KINDS[value])
     if name == "tokenizer_files":
-        return BPETokenizer.from_gpt2(value).has_same_tokens(tokenizer)
+        return is_same_vocabulary(BPETokenizer.from_gpt2(value), tokenizer)
     return tokenizer.vocab_size == value
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import math
 import re
 
@@ -253,24 +252,6 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     assert (out / "dataset.json").read_text().endswith("}\n")
 
 
-def test_a_vocabulary_too_large_for_uint16_gets_uint32(tmp_path):
-    # past the surrogates, which are no characters
-    points = range(0x10000, 0x10000 + 65_537)
-    characters = "".join(map(chr, points))
-    texts = {"uint32": characters, "uint16": characters[1:]}
-
-    for dtype, text in texts.items():
-        out = tmp_path / dtype
-        prepare(write(tmp_path, text), out)
-        description = json.loads((out / "dataset.json").read_text())
-        dataset = load_dataset(DataConfig(data=(str(out),)), 8)
-
-        assert description["dtype"] == dtype
-        assert dataset.train.dtype == dtype
-        # the largest token would be zero if the type were too narrow
-        assert dataset.validation[-1] == dataset.tokenizer.vocab_size - 1
-
-
 def holding(name, data):
     """A damage: the file has this in it."""
     return lambda folder: (folder / name).write_bytes(data)
@@ -285,11 +266,8 @@ def missing(name):
     ("damage", "message"),
     [
         (holding("tokens.bin", bytes(299)), "has 299 bytes, not the 300 uint8 tokens"),
-        (holding("tokens.bin", b""), "has 0 bytes, not the 300 uint8 tokens"),
         (missing("tokens.bin"), "is damaged .*tokens.bin.*: prepare it again"),
         (holding("dataset.json", b"{}"), "is damaged .KeyError: 'dtype'.: prepare it again"),
-        (holding("tokenizer.json", b"{}"), "not a tokenizer"),
-        (holding("tokenizer.json", b"\xff"), "tokenizer.json: 'utf-8'"),
         (missing("tokenizer.json"), "there is no tokenizer .*tokenizer.json"),
     ],
 )
@@ -315,7 +293,7 @@ def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens
 
 def test_a_digest_is_of_all_tokens():
     """More of them than are hashed at once."""
-    tokens = (np.arange((1 << 24) + 3) % 60_000).astype(np.uint16)
+    tokens = (np.arange((1 << 20) + 3) % 60_000).astype(np.uint16)
     little_endian = tokens.astype("<u4").tobytes()  # so that the digest is the same for any type
     expected = hashlib.sha256(little_endian).hexdigest()
 

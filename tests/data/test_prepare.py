@@ -1,7 +1,6 @@
 """Preparing goes on after a kill, in parallel, and writes what one encoding of the text gives."""
 
 import builtins
-import dataclasses
 import errno
 import itertools
 import json
@@ -275,6 +274,21 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
     assert tokens_in(out) == WORDS.encode()
 
 
+def test_a_process_that_is_killed_while_its_folder_s_name_is_synced_leaves_no_lock(
+    tmp_path, words, monkeypatch
+):
+    out = tmp_path / "out"
+    locks = []
+
+    def look(folder):
+        if out.exists():
+            locks.append(list(tmp_path.glob("*.lock")))
+
+    monkeypatch.setattr(files, "sync_directory", look)
+    prepare(words, out)
+    assert locks == [[]]
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "text.txt").write_text("word " * 100_000)
     out = tmp_path / "out"
@@ -283,52 +297,6 @@ def test_a_full_disk_is_one_line(tmp_path):
 
     assert line == f"jgpt: {out} can't be written: File too large"
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
-
-
-def interrupted(config: DataConfig, out: Path, monkeypatch) -> Path:
-    """What an interrupted process has left, with 17 of the 37 tokens."""
-    chunks = prepared_module.text_chunks
-
-    def some(*files, **how):
-        yield from itertools.islice(chunks(*files, **how), 2)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepared_module, "text_chunks", some)
-        # chunks are encoded ahead, by threads
-        patch.setattr(prepared_module, "encode_each", lambda tokenizer, texts, dtype, encoded: (
-            (len(text), tokenizer.encode(text).astype(dtype).tobytes()) for text in texts
-        ))  # fmt: skip
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config, out)
-    (partial,) = out.parent.glob(f"{out.name}.*.partial")
-    assert json.loads((partial / "done.json").read_text()) == [17, 17]
-    return partial
-
-
-def test_a_record_of_more_than_there_is_is_not_believed(
-    tmp_path, words, in_small_chunks, monkeypatch
-):
-    """The file of tokens would be filled up with zeros: two terabytes of them."""
-    partial = interrupted(words, tmp_path / "out", monkeypatch)
-    (partial / "done.json").write_text("[9, 1000000000000]")
-    said: list[str] = []
-
-    assert prepare(words, tmp_path / "out", warn=said.append) == 37
-    assert tokens_in(tmp_path / "out") == WORDS.encode()
-    assert said == []
-
-
-def test_of_another_text_what_a_killed_process_left_goes(
-    tmp_path, words, in_small_chunks, monkeypatch
-):
-    out = tmp_path / "out"
-    interrupted(words, out, monkeypatch)
-    other = dataclasses.replace(words, data_field="body")
-
-    assert prepare(other, out) == 37
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "words.txt"]
 
 
 def test_a_pipe_is_prepared(tmp_path):

@@ -170,12 +170,6 @@ def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkey
     assert len(said) == 1
 
 
-def test_what_is_not_there_is_named():
-    message = r"'pydoc' is neither a file nor a corpus \(did you mean 'pydocs'"
-    with pytest.raises(FileNotFoundError, match=message):
-        read_text(["pydoc"])
-
-
 LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)
 
 

@@ -17,7 +17,7 @@ def use_corpus(patched, text: str, module: Path) -> None:
     """The Python reference, as another version of Python has it."""
     module.write_text(text)
     patched.setattr(sources, "python_reference", lambda: text)
-    patched.setattr(sources, "reference_file", lambda: module)
+    patched.setattr(sources, "REFERENCE", module)
 
 
 def test_provenance_names_the_tokens(trained, poem):
