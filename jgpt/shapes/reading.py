@@ -48,8 +48,7 @@ class Reads:
             if int(whole(self.result, self.result.reach[index])[element]) == target:
                 outputs = self.question.answer(self.interpreter.world, records=True)
                 recorded = outputs[self.number]
-                origins = recorded.interpreter.origins
-                steps = steps_of(recorded.result, origins, element, index, target)
+                steps = steps_of(recorded.result, element, index, target)
                 return "\n".join(texts_of(list(steps)))
         raise ValueError(
             f"position {position} is neither the first nor the last that output {list(element)} "
@@ -150,7 +149,7 @@ def _weight(world: World, value: Any, aval: Any) -> Abstract:
     has_value = not isinstance(value, jax.ShapeDtypeStruct)
     if has_value and is_number and not jnp.issubdtype(aval.dtype, jnp.inexact):
         return world.constant(np.asarray(value))
-    return world.unknown(aval, world.nothing())
+    return world.unknown(aval, world.nothing)
 
 
 def _positions(aval: Any, names: Sequence[str], axes: Sequence[str | None]) -> Iterator[np.ndarray]:

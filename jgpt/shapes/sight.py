@@ -14,7 +14,7 @@ import numpy as np
 from jgpt.shapes.abstract import World, whole
 from jgpt.shapes.interpreter import BOUNDS, Interpreter, Unreadable, assumptions_of, told
 from jgpt.shapes.reading import Question, Reads, ask
-from jgpt.shapes.reading_paths import entry_of, steps_of, texts_of, told_entry
+from jgpt.shapes.reading_paths import entry_of, source_of, steps_of, texts_of
 from jgpt.shapes.sizes import evaluate_size, names_in, parse_array
 
 Sizes = Mapping[str, int | Iterable[int]]
@@ -313,11 +313,10 @@ class _Asked:
         output = leak.element[leak.axis]
         lines = [f"not proven: output {output} can depend on input {position}"]
         lines.append(f"  along {question.name}, at {_told_sizes(sizes)}")
-        origins = found.interpreter.origins
-        steps = list(steps_of(found.result, origins, leak.element, leak.channel, target))
+        steps = list(steps_of(found.result, leak.element, leak.channel, target))
         entry = entry_of(steps, position, size)
         if entry is not None:
-            lines.append(f"  it comes in at {told_entry(entry)}")
+            lines.append(f"  it comes in at {entry.name}{source_of(entry.place)}")
         for name, place in found.interpreter.without_rule.items():
             lines.append(
                 f"  {name}{told(place)} has no rule: each of its results may depend on every input"
