@@ -264,7 +264,7 @@ def assumptions_of(world: World, known: Iterable[str]) -> list[str]:
     """Return what an interpretation assumes, with the arrays that it takes as known."""
     assumed = [
         "unmasked numbers are finite, and no denominator is 0",
-        f"unmasked scores are below {world.bound / 2:g} in size",
+        f"unmasked scores are below {world.bound / 2:.4g} in size",
         "tokens and indices are in range",
         "the program is as JAX traces it at these sizes",
     ]

@@ -109,7 +109,7 @@ def test_what_is_known_and_assumed_is_told() -> None:
 
     proof = jgpt.prove(with_numpy, "float32[b t 3]", causal="t", sizes={"t": 5})
 
-    assert "unmasked scores are below 5e+07 in size" in proof.assumptions
+    assert "unmasked scores are below 6.711e+07 in size" in proof.assumptions
     assert "arrays of the closure keep their values: bool[5,5]" in proof.assumptions
 
 
@@ -176,12 +176,12 @@ def in_place(x: Array) -> Array:
     ("function", "array", "options", "message"),
     [
         (lambda x: None, "float32[b t]", {"causal": "t"}, "the function returns no array"),
-        (jnp.sum, "float32[b t]", {"causal": "t"}, "output 0 has no axis of the length t: give"),
+        (jnp.sum, "float32[b t]", {"causal": "t"}, "output 0 has no axis t, but the shape []"),
         (
-            lambda x: x @ x.mT,
+            lambda x: x.mT,
             "float32[b t 3]",
-            {"causal": "t"},
-            "output 0 has 2 axes of the length t",
+            {"causal": "t", "sizes": {"t": [4, 3], "b": 4}},
+            "output 0 has no axis t, but the shape [4, 3, 4] at t = 4",
         ),
         (jnp.cumsum, "float32[b t]", {"causal": "q"}, "no array has an axis 'q', such as"),
         (jnp.negative, "float32[t t]", {"causal": "t"}, "an array has two axes 't'"),
