@@ -86,18 +86,15 @@ class Abstract:
         self.limit = world.limit(dtype)
         if is_float(dtype):
             is_nan = np.isnan(low) | np.isnan(high)
-            low = np.where(is_nan, -np.inf, low)
-            high = np.where(is_nan, np.inf, high)
+            low, high = chosen(is_nan, (-np.inf, np.inf), (low, high))
             # What can be as large as a moderate number is one.
-            is_within = (-self.limit <= low) & (high <= self.limit) & (low != high)
-            is_moderate = is_within & ((low == -self.limit) | (high == self.limit))
-            low = np.where(is_moderate, -self.limit, low)
-            high = np.where(is_moderate, self.limit, high)
+            size = np.maximum(-low, high)
+            is_moderate = (size == self.limit) & (low != high)
+            low, high = chosen(is_moderate, (-size, size), (low, high))
         elif self.dtype != bool:
             # Integers are known or not: nothing is asked of their size.
-            is_known = np.equal(low, high)
-            low = np.where(is_known, low, jnp.iinfo(dtype).min)
-            high = np.where(is_known, high, jnp.iinfo(dtype).max)
+            anything = (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            low, high = chosen(np.equal(low, high), (low, high), anything)
         low, high = (np.asarray(end).astype(self.dtype) for end in (low, high))
         reach = [np.where(low == high, NOWHERE, channel).astype(np.int32) for channel in reach]
         # With as many axes as the array, so that fields of several arrays align.
@@ -153,7 +150,9 @@ class Abstract:
 
     def item(self, number: int) -> "Abstract":
         """Return one item along the first axis."""
-        return self.with_fields([field[number % len(field)] for field in self.fields], self.shape[1:])
+        return self.with_fields(
+            [field[number % len(field)] for field in self.fields], self.shape[1:]
+        )
 
     def is_same(self, other: "Abstract") -> bool:
         """Return whether all fields are equal."""
@@ -163,18 +162,20 @@ class Abstract:
 def shrunk(fields: Sequence[np.ndarray]) -> Fields:
     """Store each axis along which no field varies with size 1."""
     common = list(np.broadcast_arrays(*fields))
-    for axis in range(common[0].ndim):
-        if common[0].shape[axis] <= 1:
-            continue
+    for axis in np.flatnonzero(np.greater(common[0].shape, 1)):
         firsts = [field.take([0], axis) for field in common]
-        if all(map(_is_constant, common, firsts, [axis] * len(common))):
+        # A stride of 0 is that of a broadcast axis, which need not be compared.
+        if all(
+            field.strides[axis] == 0 or (field == first).all()
+            for field, first in zip(common, firsts, strict=True)
+        ):
             common = list(np.broadcast_arrays(*firsts))
     return common
 
 
-def _is_constant(field: np.ndarray, first: np.ndarray, axis: int) -> bool:
-    # A stride of 0 is that of a broadcast axis, which need not be compared.
-    return field.strides[axis] == 0 or bool((field == first).all())
+def chosen(condition: Any, fields: Sequence[Any], others: Sequence[Any]) -> Fields:
+    """Return fields where a condition is true, and others elsewhere."""
+    return [np.where(condition, *pair) for pair in zip(fields, others, strict=True)]
 
 
 def union(loads: Iterable[Fields]) -> Fields:
@@ -192,10 +193,10 @@ def stack(*parts: Abstract) -> Abstract:
 
 def join(choice: Abstract, *parts: Abstract) -> Abstract:
     """Return what is true of whichever part data chooses."""
-    chosen = stack(*parts).blurred([0]).item(0)
+    x = stack(*parts).blurred([0]).item(0)
     # The choice of a `cond` is a single number for arrays of any rank.
-    behind = (1,) * (len(chosen.shape) - choice.low.ndim)
-    return chosen.depending([channel.reshape(channel.shape + behind) for channel in choice.reach])
+    behind = (1,) * (len(x.shape) - choice.low.ndim)
+    return x.depending([channel.reshape(channel.shape + behind) for channel in choice.reach])
 
 
 def widened(choice: Abstract, *parts: Abstract) -> Abstract:
@@ -203,9 +204,9 @@ def widened(choice: Abstract, *parts: Abstract) -> Abstract:
     x = join(choice, *parts)
     if not is_float(x.dtype):
         return x
-    low = np.where(x.known, x.low, np.where(x.low < -x.limit, -np.inf, -x.limit))
-    high = np.where(x.known, x.high, np.where(x.high > x.limit, np.inf, x.limit))
-    return x.with_fields([low, high, *x.reach])
+    low = np.where(x.low < -x.limit, -np.inf, -x.limit)
+    high = np.where(x.high > x.limit, np.inf, x.limit)
+    return x.with_fields(chosen(x.known, x.fields, [low, high, *x.reach]))
 
 
 def whole(x: Abstract, field: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from jgpt.shapes.abstract import (
     NOWHERE,
     Abstract,
     Fields,
+    chosen,
     is_float,
     join,
     shrunk,
@@ -55,8 +56,8 @@ MONOTONE = (
 """Monotone in each operand, and moderate for moderate ones."""
 OTHER_FUNCTIONS = (
     "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt "
-    "clz conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite lgamma "
-    "log log1p log2 ne nextafter population_count pow real rem rsqrt shift_left "
+    "clz complex conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite lgamma "
+    "log log1p log2 ne nextafter one_minus_square population_count pow real rem rsqrt shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan xor"
 ).split()
 """Computed element by element, and not."""
@@ -90,19 +91,16 @@ def elementwise(equation: Any, *xs: Abstract) -> list[Abstract]:
     # The logarithm of a number from 0 to 1, for instance, may be of any size.
     is_big = functools.reduce(np.logical_or, [x.big | x.between for x in numbers])
     plain = world.unknown(equation.outvars[0].aval, reach, is_big)
-    low, high = plain.low, plain.high
+    ends = [plain.low, plain.high]
     if _is_bounded_by_ends(equation, numbers) and not is_known.all():
-        is_wild = [np.isneginf(x.low) & np.isposinf(x.high) for x in numbers]
         # Of anything, NaN too, nothing is known.
+        is_wild = [(x.low == -np.inf) & (x.high == np.inf) for x in numbers]
         is_unbounded = functools.reduce(np.logical_or, is_wild)
-        least, greatest = _between_ends(equation, plain, numbers)
-        low = np.where(is_unbounded, low, least)
-        high = np.where(is_unbounded, high, greatest)
+        ends = chosen(is_unbounded, ends, _between_ends(equation, plain, numbers))
     if is_known.any():
         value = _computed_elements(equation, *[x.low for x in numbers])
-        low = np.where(is_known, value, low)
-        high = np.where(is_known, value, high)
-    return [plain.with_fields([low, high, *reach])]
+        ends = chosen(is_known, [value, value], ends)
+    return [plain.with_fields([*ends, *reach])]
 
 
 def _is_bounded_by_ends(equation: Any, xs: Sequence[Abstract]) -> bool:
@@ -111,9 +109,7 @@ def _is_bounded_by_ends(equation: Any, xs: Sequence[Abstract]) -> bool:
     return are_ordered and equation.primitive.name in MONOTONE
 
 
-def _between_ends(
-    equation: Any, plain: Abstract, xs: Sequence[Abstract]
-) -> tuple[np.ndarray, np.ndarray]:
+def _between_ends(equation: Any, plain: Abstract, xs: Sequence[Abstract]) -> Fields:
     """Return the least and the greatest value of a function that is monotone in each operand."""
     function = functools.partial(_computed_elements, equation)
     if equation.primitive.name == "div":
@@ -122,29 +118,24 @@ def _between_ends(
     least, greatest = [], []
     for corner in itertools.product(*[[(x, x.low), (x, x.high)] for x in xs]):
         value = function(*[end for _, end in corner])
-        # A function of moderate numbers is moderate, unless they meet a 0 or the like.
-        is_moderate = value != 0
-        is_end = np.False_
-        for x, end in corner:
-            is_moderate = is_moderate & (np.abs(end) <= x.limit)
-            is_end = is_end | ((np.abs(end) == x.limit) & ~x.known)
+        low, high = value, value
         if is_float(plain.dtype):
-            is_moderate = is_moderate & is_end
-            least.append(np.where(is_moderate, -plain.limit, value))
-            greatest.append(np.where(is_moderate, plain.limit, value))
-        else:
-            least.append(value)
-            greatest.append(value)
-    return functools.reduce(np.minimum, least), functools.reduce(np.maximum, greatest)
+            # A function of moderate numbers is moderate, unless they meet a 0.
+            are_within = [np.abs(end) <= x.limit for x, end in corner]
+            are_ends = [(np.abs(end) == x.limit) & ~x.known for x, end in corner]
+            is_moderate = functools.reduce(np.logical_and, [value != 0, *are_within])
+            is_moderate = is_moderate & functools.reduce(np.logical_or, are_ends)
+            low, high = chosen(is_moderate, (-plain.limit, plain.limit), (value, value))
+        least.append(low)
+        greatest.append(high)
+    return [functools.reduce(np.minimum, least), functools.reduce(np.maximum, greatest)]
 
 
 def _reciprocal(x: Abstract) -> Abstract:
     """Return 1 / x. That of an unknown moderate number is moderate: it is assumed not to be 0."""
-    is_unsure = ~x.known & (x.big | x.between)
-    low, high = (
-        np.where(x.known, 1 / end, np.where(is_unsure, np.nan, end)) for end in (x.low, x.high)
-    )
-    return x.with_fields([low, high, *x.reach])
+    ends = chosen(x.big | x.between, (np.nan, np.nan), (x.low, x.high))
+    ends = chosen(x.known, (1 / x.low, 1 / x.high), ends)
+    return x.with_fields([*ends, *x.reach])
 
 
 def select(equation: Any, which: Abstract, *cases: Abstract) -> list[Abstract]:
@@ -154,10 +145,7 @@ def select(equation: Any, which: Abstract, *cases: Abstract) -> list[Abstract]:
         fields = join(which, *cases).fields
     for number, case in enumerate(cases):
         is_chosen = which.known & (which.low == number)
-        fields = [
-            np.where(is_chosen, field, other)
-            for field, other in zip(case.fields, fields, strict=True)
-        ]
+        fields = chosen(is_chosen, case.fields, fields)
     return [cases[0].with_fields(fields, equation.outvars[0].aval.shape)]
 
 
@@ -309,8 +297,7 @@ def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> list[Abstract]:
     results = []
     for variable in equation.outvars:
         x = world.unknown(variable.aval, reach, big > NOWHERE)
-        low, high = (np.where(is_zero, 0, end) for end in (x.low, x.high))
-        results.append(x.with_fields([low, high, *x.reach]))
+        results.append(x.with_fields(chosen(is_zero, [0, 0, *x.reach], x.fields)))
     return results
 
 
@@ -440,7 +427,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (gather, "gather"),
     (dynamic_slice, "dynamic_slice"),
     (dynamic_update_slice, "dynamic_update_slice"),
-    (scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul"),
+    (scatter, "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"),
     (_mixing(_reduction), "reduce_sum reduce_prod argmax argmin"),
     (_mixing(_cumulative), "cumsum cumprod cummax cummin cumlogsumexp"),
     (_mixing(_along_axes), "sort top_k fft"),
@@ -455,13 +442,9 @@ _NAMES: list[tuple[Rule, str]] = [
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 """The rule of each primitive that has one. Programs inside primitives are the interpreter's."""
 SAME = (
-    "copy copy_p optimization_barrier sharding_constraint stop_gradient pvary device_put name "
-    "mesh_cast"
+    "copy optimization_barrier sharding_constraint reshard stop_gradient pvary device_put name"
 ).split()
 """Primitives that return their operands."""
-CALLS = (
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr"
-).split()
+CALLS = "jit closed_call remat2 custom_jvp_call custom_vjp_call".split()
 """Primitives that run the program inside as it is. A primitive is not one because it has a program:
 that of a Pallas kernel runs otherwise."""

@@ -257,7 +257,11 @@ class _Asked:
 def _advice(question: Question) -> Iterator[str]:
     """Yield a line for each array of floats that looks like a mask: of 0 and another number."""
     for value in (*question.closed.consts, *[given.value for given in question.inputs]):
-        if isinstance(value, jax.Array) and value.ndim > 1 and jnp.isdtype(value.dtype, "real floating"):
+        if (
+            isinstance(value, jax.Array)
+            and value.ndim > 1
+            and jnp.isdtype(value.dtype, "real floating")
+        ):
             numbers = np.unique(value)
             if len(numbers) == 2 and 0 in numbers:
                 shape = ",".join(map(str, value.shape))
