@@ -8,7 +8,7 @@ known to be about -1e9, and the exponential of that is a known 0, which drops wh
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jgpt.shapes.jaxprs import (
     lines_of,
     scan_sizes,
 )
-from jgpt.shapes.reading_rules import CALLS, RULES, SAME, Rule, anything, computed
+from jgpt.shapes.reading_rules import CALLS, RULES, SAME, Arrays, Rule, anything, computed
 
 MOST_STEPS = 20_000
 """The limit of the steps of a scan or a loop, which are unrolled."""
@@ -54,6 +54,7 @@ class Place(NamedTuple):
 
 
 NO_PLACE = Place(None, None)
+Parameters = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +105,11 @@ class Interpreter:
     def run(
         self,
         closed: Any,
-        operands: Sequence[Abstract],
+        operands: Arrays,
         outside: Place = NO_PLACE,
         *,
         is_library: bool = False,
-    ) -> list[Abstract]:
+    ) -> Arrays:
         """Return the results of a program that is called at a place; the operations of a library's
         program are there, too."""
         jaxpr = closed.jaxpr
@@ -141,7 +142,7 @@ class Interpreter:
             self.known.append(f"{constant.dtype}[{','.join(map(str, constant.shape))}]")
         return constant
 
-    def _step(self, equation: Any, operands: list[Abstract], place: Place) -> list[Abstract]:
+    def _step(self, equation: Any, operands: Arrays, place: Place) -> Arrays:
         name = equation.primitive.name
         parameters = equation.params
         for variable in (*equation.invars, *equation.outvars):
@@ -169,9 +170,7 @@ class Interpreter:
             operands = [self.world.unknown(jnp.float32(0), self.world.nothing, True)]
         return self._applied(name, place, functools.partial(rule, equation), operands)
 
-    def _applied(
-        self, name: str, place: Place, rule: Rule, operands: Sequence[Abstract]
-    ) -> list[Abstract]:
+    def _applied(self, name: str, place: Place, rule: Rule, operands: Arrays) -> Arrays:
         """Apply a rule, and record how its results were made."""
         results = rule(*operands)
         if self._records:
@@ -184,12 +183,10 @@ class Interpreter:
         self, name: str, place: Place, make: Callable[..., Abstract], *operands: Abstract
     ) -> Abstract:
         """Make a single array, and record how."""
-        (result,) = self._applied(name, place, lambda *xs: [make(*xs)], operands)
+        (result,) = self._applied(name, place, lambda *xs: [make(*xs)], [*operands])
         return result
 
-    def _cond(
-        self, branches: Sequence[Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
+    def _cond(self, branches: Sequence[Any], operands: Arrays, place: Place) -> Arrays:
         choice, *rest = operands
         if choice.known.all():
             number = int(np.clip(choice.low, 0, len(branches) - 1))
@@ -200,9 +197,7 @@ class Interpreter:
             results.append(self._made("cond", place, join, choice, *parts))
         return results
 
-    def _scan(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
+    def _scan(self, parameters: Parameters, operands: Arrays, place: Place) -> Arrays:
         length = parameters["length"]
         if not 0 < length <= MOST_STEPS:
             raise Unreadable(
@@ -212,7 +207,7 @@ class Interpreter:
         begin, carried = scan_sizes(parameters)
         constants, carry = operands[:begin], operands[begin : begin + carried]
         arrays = operands[begin + carried :]
-        by_step: dict[int, list[Abstract]] = {}
+        by_step: dict[int, Arrays] = {}
         for number in sorted(range(length), reverse=parameters["reverse"]):
             take = functools.partial(Abstract.item, number=number)
             items = [self._made("scan", place, take, x) for x in arrays]
@@ -222,9 +217,7 @@ class Interpreter:
         of_steps = zip(*in_order, strict=True)
         return [*carry, *[self._made("scan", place, stack, *parts) for parts in of_steps]]
 
-    def _while(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
+    def _while(self, parameters: Parameters, operands: Arrays, place: Place) -> Arrays:
         begin = parameters["cond_nconsts"]
         end = begin + parameters["body_nconsts"]
         carry = operands[end:]

@@ -27,7 +27,14 @@ from jgpt.shapes.abstract import (
     whole,
 )
 
-Rule = Callable[..., list[Abstract]]
+Arrays = list[Abstract]
+Rule = Callable[..., Arrays]
+
+
+def named(names: str) -> list[str]:
+    """Return the names in a text."""
+    return names.split()
+
 
 # --- element by element ---------------------------------------------------------------------------
 
@@ -49,17 +56,17 @@ IN_NUMPY = {
     "ge": np.greater_equal,
 }
 """What NumPy computes as JAX does, without a compilation."""
-MONOTONE = (
+MONOTONE = named(
     "add add_any sub mul div neg exp exp2 expm1 logistic tanh erf floor ceil round clamp "
     "convert_element_type reduce_precision lt le gt ge and or not"
-).split()
+)
 """Monotone in each operand, and moderate for moderate ones."""
-OTHER_FUNCTIONS = (
+OTHER_FUNCTIONS = named(
     "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt "
-    "clz complex conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite lgamma "
-    "log log1p log2 ne nextafter one_minus_square population_count pow real rem rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan xor"
-).split()
+    "clz complex conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite "
+    "lgamma log log1p log2 ne nextafter one_minus_square population_count pow real rem rsqrt "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan xor"
+)
 """Computed element by element, and not."""
 
 
@@ -80,7 +87,7 @@ def _computed_elements(equation: Any, *values: np.ndarray) -> np.ndarray:
     return value
 
 
-def elementwise(equation: Any, *xs: Abstract) -> list[Abstract]:
+def elementwise(equation: Any, *xs: Abstract) -> Arrays:
     """Return a function of single elements: known where the operands are, else bounded by the
     function's values at the ends of the operands where it is monotone."""
     world = xs[0].world
@@ -103,13 +110,15 @@ def elementwise(equation: Any, *xs: Abstract) -> list[Abstract]:
     return [plain.with_fields([*ends, *reach])]
 
 
-def _is_bounded_by_ends(equation: Any, xs: Sequence[Abstract]) -> bool:
+def _is_bounded_by_ends(equation: Any, xs: Arrays) -> bool:
     dtypes = [equation.outvars[0].aval.dtype, *[x.dtype for x in xs]]
-    are_ordered = all(jnp.issubdtype(dtype, jnp.floating) or dtype == bool for dtype in dtypes)
+    are_ordered = all(
+        jnp.issubdtype(dtype, jnp.floating) or np.dtype(dtype).kind == "b" for dtype in dtypes
+    )
     return are_ordered and equation.primitive.name in MONOTONE
 
 
-def _between_ends(equation: Any, plain: Abstract, xs: Sequence[Abstract]) -> Fields:
+def _between_ends(equation: Any, plain: Abstract, xs: Arrays) -> Fields:
     """Return the least and the greatest value of a function that is monotone in each operand."""
     function = functools.partial(_computed_elements, equation)
     if equation.primitive.name == "div":
@@ -138,7 +147,7 @@ def _reciprocal(x: Abstract) -> Abstract:
     return x.with_fields([*ends, *x.reach])
 
 
-def select(equation: Any, which: Abstract, *cases: Abstract) -> list[Abstract]:
+def select(equation: Any, which: Abstract, *cases: Abstract) -> Arrays:
     """Return the chosen case where the choice is known, and what is true of all cases elsewhere."""
     fields = cases[0].fields
     if not which.known.all():
@@ -149,7 +158,7 @@ def select(equation: Any, which: Abstract, *cases: Abstract) -> list[Abstract]:
     return [cases[0].with_fields(fields, equation.outvars[0].aval.shape)]
 
 
-def extreme(equation: Any, *xs: Abstract) -> list[Abstract]:
+def extreme(equation: Any, *xs: Abstract) -> Arrays:
     """Return a maximum, a minimum, or whether any or all are true: it ignores what certainly is
     below (above) another element."""
     name = equation.primitive.name
@@ -174,9 +183,9 @@ def extreme(equation: Any, *xs: Abstract) -> list[Abstract]:
 
 # --- movement of elements -------------------------------------------------------------------------
 
-MOVEMENTS = (
+MOVEMENTS = named(
     "broadcast_in_dim concatenate pad reshape rev slice split squeeze stack tile transpose unstack"
-).split()
+)
 """Primitives that only move elements: they move the elements' numbers, too."""
 
 
@@ -223,7 +232,7 @@ def _moved_in_numpy(equation: Any, numbers: np.ndarray) -> np.ndarray | None:
 
 def movement(
     equation: Any, *xs: Abstract, indices: Sequence[np.ndarray] = (), **changes: Any
-) -> list[Abstract]:
+) -> Arrays:
     """Run a primitive on the numbers of elements in place of the elements."""
     avals = [variable.aval for variable in equation.outvars]
     is_uniform = xs[0].low.size == 1 and all(x.is_same(xs[0]) for x in xs)
@@ -238,7 +247,7 @@ def movement(
     return [_picked(place, aval, *xs) for place, aval in zip(places, avals, strict=True)]
 
 
-def gather(equation: Any, x: Abstract, index: Abstract) -> list[Abstract]:
+def gather(equation: Any, x: Abstract, index: Abstract) -> Arrays:
     """Return elements at indices; along an axis with an unknown index it may be any of them."""
     dimensions = equation.params["dimension_numbers"]
     is_known = whole(index, index.known)
@@ -252,23 +261,21 @@ def gather(equation: Any, x: Abstract, index: Abstract) -> list[Abstract]:
     return [found.depending(reach)]
 
 
-def dynamic_slice(equation: Any, x: Abstract, *starts: Abstract) -> list[Abstract]:
+def dynamic_slice(equation: Any, x: Abstract, *starts: Abstract) -> Arrays:
     """Return a slice; along an axis with an unknown start it may be any."""
     unsure = [axis for axis, start in enumerate(starts) if not start.known.all()]
     (found,) = movement(equation, x.blurred(unsure), indices=[start.low for start in starts])
     return [found.depending(*[start.reach for start in starts])]
 
 
-def dynamic_update_slice(
-    equation: Any, x: Abstract, update: Abstract, *starts: Abstract
-) -> list[Abstract]:
+def dynamic_update_slice(equation: Any, x: Abstract, update: Abstract, *starts: Abstract) -> Arrays:
     """Return an array with a slice replaced at a known place."""
     if all(start.known.all() for start in starts):
         return movement(equation, x, update, indices=[start.low for start in starts])
     return anything(equation, x, update, *starts)
 
 
-def scatter(equation: Any, x: Abstract, index: Abstract, update: Abstract) -> list[Abstract]:
+def scatter(equation: Any, x: Abstract, index: Abstract, update: Abstract) -> Arrays:
     """Return an array with elements replaced or combined at known places."""
     if not index.known.all():
         return anything(equation, x, index, update)
@@ -288,7 +295,7 @@ Mix = Callable[..., tuple[Fields, Any]]
 """A function of an equation and its operands to the load of each result, and to where it is 0."""
 
 
-def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> list[Abstract]:
+def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> Arrays:
     world = xs[0].world
     if all(x.known.all() for x in xs):
         values = computed(equation, *[whole(x, x.low) for x in xs])
@@ -340,7 +347,7 @@ def _dot_general(equation: Any, left: Abstract, right: Abstract) -> tuple[Fields
     new_in_left = tuple(range(after_left, after_right))
     new_in_right = tuple(range(after_batch, after_left))
 
-    def arranged(x: Abstract, order: Sequence[int], new_axes: tuple[int, ...]) -> Fields:
+    def arranged(x: Abstract, order: Sequence[int], new_axes: Sequence[int]) -> Fields:
         fields = [*x.load, x.zero]
         return [np.expand_dims(field.transpose(order), new_axes) for field in fields]
 
@@ -404,7 +411,7 @@ def _scattered(equation: Any, x: Abstract, index: Abstract, update: Abstract) ->
     return load, False
 
 
-def anything(equation: Any, *xs: Abstract) -> list[Abstract]:
+def anything(equation: Any, *xs: Abstract) -> Arrays:
     """Return results that depend on everything that any element of any operand depends on."""
     *reach, big = union([[channel.max() for channel in x.load] for x in xs])
     is_random = equation.primitive.name.startswith("random_")
@@ -441,10 +448,10 @@ _NAMES: list[tuple[Rule, str]] = [
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 """The rule of each primitive that has one. Programs inside primitives are the interpreter's."""
-SAME = (
+SAME = named(
     "copy optimization_barrier sharding_constraint reshard stop_gradient pvary device_put name"
-).split()
+)
 """Primitives that return their operands."""
-CALLS = "jit closed_call remat2 custom_jvp_call custom_vjp_call".split()
+CALLS = named("jit closed_call remat2 custom_jvp_call custom_vjp_call")
 """Primitives that run the program inside as it is. A primitive is not one because it has a program:
 that of a Pallas kernel runs otherwise."""

@@ -76,8 +76,8 @@ def two_paths(x: Array, dropout: float, is_mended: bool) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)[:, :, 0]
 
 
-# nanoGPT#331: with the kernel the loss is right, with the attention that is written out it falls too
-# far. Its cause was not found there; this one masks an array which nothing reads.
+# nanoGPT#331: with the kernel the loss is right, with the attention that is written out it falls
+# too far. Its cause was not found there; this one masks an array which nothing reads.
 def written_out(x: Array, is_mended: bool) -> Array:
     scores = scores_of(x)
     masked = jnp.where(tril(x), scores, -jnp.inf)
