@@ -147,7 +147,9 @@ class Interpreter:
         parameters = equation.params
         for variable in (*equation.invars, *equation.outvars):
             if "Ref" in type(variable.aval).__name__:
-                raise Unreadable(f"{name} changes an array in place{told(place)}")
+                raise Unreadable(
+                    f"{name} changes an array in place{told(place)}: compute a new one instead"
+                )
         if name in SAME:
             return operands
         match name:

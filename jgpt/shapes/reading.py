@@ -1,6 +1,7 @@
 """Which positions of its inputs each output of a function can depend on."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jgpt.shapes.abstract import NOWHERE, Abstract, World, is_float, whole
 from jgpt.shapes.calls import is_nnx
-from jgpt.shapes.interpreter import BOUNDS, Interpreter, Known, assumptions_of
+from jgpt.shapes.interpreter import BOUNDS, Interpreter, Known, Unreadable, assumptions_of
 from jgpt.shapes.reading_paths import steps_of, texts_of
 
 
@@ -113,6 +114,12 @@ def ask(
 ) -> Question:
     """Trace a function; the weights of an NNX module may be abstract, and come first among the
     program's inputs."""
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(function, linen.Module):
+        raise Unreadable(
+            "a Linen module has no weights of its own: give functools.partial(module.apply, "
+            "variables)"
+        )
     call = function
     inputs: list[Input] = []
     if is_nnx(function, "Module"):

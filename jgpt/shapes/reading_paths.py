@@ -46,8 +46,15 @@ def _operand_with(
     The rule is applied again, to operands whose reach is the number of the element: what arrives
     is the number of one that brings the target.
     """
-    # Of several, the operand that was made first: the way through the residual stream is short.
-    for operand in sorted(set(origin.operands), key=_order):
+
+    # Of several, the operand that was made first: the way through the residual stream is short. Of
+    # weights and values the weights, which have an element for each pair: their way goes by the
+    # mask.
+    def order(x: Abstract) -> tuple[int, int]:
+        pairs = x.low.size if origin.name == "dot_general" else 0
+        return -pairs, -1 if x.origin is None else x.origin.order
+
+    for operand in sorted(set(origin.operands), key=order):
         numbers = np.arange(math.prod(operand.shape), dtype=np.int32).reshape(operand.shape)
         brings = np.where(operand.reach[channel] == target, numbers, NOWHERE)
         tagged = [_with_reach(x, brings if x is operand else NOWHERE) for x in origin.operands]
@@ -58,10 +65,6 @@ def _operand_with(
             place = np.unravel_index(number, operand.shape)
             return operand, tuple(map(int, place))
     raise AssertionError(f"no operand of {origin.name} brings what its result has")
-
-
-def _order(x: Abstract) -> int:
-    return -1 if x.origin is None else x.origin.order
 
 
 def _with_reach(x: Abstract, channel: Any) -> Abstract:

@@ -27,6 +27,14 @@ def test_a_bug_is_refused_with_its_line_and_proven_when_mended(name: str) -> Non
     assert not looks_ahead(dependences(bug.mended))
 
 
+def test_the_way_goes_by_the_mask_that_lets_a_position_through() -> None:
+    refused = jgpt.prove(
+        BUGS["transformers#48745"].wrong, "float32[b t 3]", causal="t", sizes=SIZES
+    )
+
+    assert re.search(r"select_n\[2,5,5\] at \[0,0,4\].*jnp\.where\(mask, ", str(refused))
+
+
 def test_a_mask_of_a_moderate_number_is_proven_for_smaller_scores_alone() -> None:
     proof = jgpt.prove(lambda x: filled(x, -1e4), "float32[b t 3]", causal="t", sizes=SIZES)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -219,6 +220,12 @@ def in_place(x: Array) -> Array:
             "a scan of 1000000 steps is more than the 20000",
         ),
         (in_place, "float32[b t]", {"causal": "t"}, "changes an array in place"),
+        (
+            linen.Dense(3),
+            "float32[b t 3]",
+            {"causal": "t"},
+            "a Linen module has no weights of its own: give functools.partial(module.apply,",
+        ),
     ],
 )
 def test_what_can_t_be_asked_is_refused(
