@@ -48,11 +48,13 @@ def _operand_with(
     """
 
     # Of several, the operand that was made first: the way through the residual stream is short. Of
-    # weights and values the weights, which have an element for each pair: their way goes by the
-    # mask.
+    # weights and values the weights, which read several positions: their way goes by the mask.
     def order(x: Abstract) -> tuple[int, int]:
-        pairs = x.low.size if origin.name == "dot_general" else 0
-        return -pairs, -1 if x.origin is None else x.origin.order
+        width = 0
+        if origin.name == "dot_general":
+            last_minus_first = x.reach[channel] + x.reach[channel ^ 1]
+            width = int(last_minus_first[x.reach[channel] == target].max(initial=0))
+        return -width, -1 if x.origin is None else x.origin.order
 
     for operand in sorted(set(origin.operands), key=order):
         numbers = np.arange(math.prod(operand.shape), dtype=np.int32).reshape(operand.shape)
