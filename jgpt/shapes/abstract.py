@@ -35,7 +35,9 @@ class World:
         """Return the greatest moderate number of a dtype."""
         if not is_float(dtype):
             return np.inf
-        return np.asarray(min(self.bound, float(jnp.finfo(dtype).max))).astype(dtype)
+        # Below the greatest number of float16, which stands for infinity in its masks.
+        greatest = float(jnp.finfo(dtype).max) / 1.01
+        return np.asarray(min(self.bound, greatest)).astype(dtype)
 
     def constant(self, value: Any) -> "Abstract":
         """Return an array whose numbers are known; keys of random numbers are unknown."""

@@ -30,9 +30,10 @@ from jgpt.shapes.reading_rules import CALLS, RULES, SAME, Arrays, Rule, anything
 
 MOST_STEPS = 20_000
 """The limit of the steps of a scan or a loop, which are unrolled."""
-BOUNDS = (2.0**100, 2.0**27, 2.0**12)
+BOUNDS = (129 * 2.0**93, 129 * 2.0**20, 129 * 2.0**5)
 """What a number that isn't masked is assumed to be below, tried in this order: masked scores of
-finfo.min, of -1e9 and of -1e4 are beyond."""
+finfo.min, of -1e9 and of -1e4 are beyond. No program has these numbers as constants, which would
+be taken for moderate ones; bfloat16 has them."""
 
 
 @dataclasses.dataclass(frozen=True)

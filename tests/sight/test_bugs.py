@@ -40,4 +40,4 @@ def test_a_mask_of_a_moderate_number_is_proven_for_smaller_scores_alone() -> Non
 
     # minGPT#75: its scores were not
     assert proof
-    assert "unmasked scores are below 2048 in size" in proof.assumptions
+    assert "unmasked scores are below 2064 in size" in proof.assumptions

@@ -141,6 +141,18 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: np.array([[1.0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 3, 1]]) @ x,
         [[0, 2], NONE, [3, 4]],
     ),
+    "a logarithm of what may be 0 or 4,096": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, 4096.0, 0.0)),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of what may be 0 or the greatest number": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, jnp.float16(65504), jnp.float16(0))),
+        [[t, t] for t in EACH],
+    ),
+    "float16, masked by its least number": (
+        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x.astype(jnp.float16), -65504)),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
+    ),
     "matrices of what may be infinite": (
         lambda x: np.array([[1.0, 0, 0, 0, 0]]) @ jnp.log(jnp.where(x > 0, 0.0, 1.0)),
         [[0, 4]],
