@@ -141,6 +141,26 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: np.array([[1.0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 3, 1]]) @ x,
         [[0, 2], NONE, [3, 4]],
     ),
+    "a maximum with what may be no number": (
+        lambda x: jnp.maximum(jnp.tanh(jnp.log(jnp.where(x > 0, -1.0, 1.0))), 5),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of what may come to 0": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, -1.0, 0.0) + 1),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of a moderate number that is above another": (
+        lambda x: 0 * jnp.log(jnp.maximum(x, 0.5)),
+        [NONE] * TIME,
+    ),
+    "the size of what is masked or not, as data decides": (
+        lambda x: 0 * jnp.abs(jnp.where(x > 0, -jnp.inf, x)),
+        [[t, t] for t in EACH],
+    ),
+    "a maximum of numbers that are all far below": (
+        lambda x: jnp.maximum(jnp.maximum(far_below(x), -3e7), x[0] - 1.5e7),
+        [[0, 4]],
+    ),
     "a logarithm of what may be 0 or 4,096": (
         lambda x: 0 * jnp.log(jnp.where(x > 0, 4096.0, 0.0)),
         [[t, t] for t in EACH],
