@@ -153,6 +153,10 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: 0 * jnp.log(jnp.maximum(x, 0.5)),
         [NONE] * TIME,
     ),
+    "a logarithm of a moderate number that is below another": (
+        lambda x: 0 * jnp.log(jnp.minimum(x, 0.5)),
+        [NONE] * TIME,
+    ),
     "the size of what is masked or not, as data decides": (
         lambda x: 0 * jnp.abs(jnp.where(x > 0, -jnp.inf, x)),
         [[t, t] for t in EACH],
