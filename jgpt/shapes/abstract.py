@@ -22,29 +22,40 @@ class World:
     channels: int
     """For each tracked axis two: the last position, and minus the first."""
     bound: float
-    """A number that isn't masked is below it in size: it is moderate."""
+    """A number that isn't masked is moderate: in size at most this."""
     rows_keep_an_entry: bool
     """Whether a row of a mask that data makes is assumed to keep an entry."""
 
+    @property
     def nothing(self) -> Fields:
-        """Return the reach of what depends on no input."""
+        """The reach of what depends on no input."""
         return [np.asarray(NOWHERE)] * self.channels
+
+    def limit(self, dtype: Any) -> Any:
+        """Return the greatest moderate number of a dtype."""
+        if not is_float(dtype):
+            return np.inf
+        # Below the greatest number of float16, which stands for infinity in its masks.
+        greatest = float(jnp.finfo(dtype).max) / 1.01
+        return np.asarray(min(self.bound, greatest)).astype(dtype)
 
     def constant(self, value: Any) -> "Abstract":
         """Return an array whose numbers are known; keys of random numbers are unknown."""
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            return self.unknown(value, self.nothing())
+            return self.unknown(value, self.nothing)
         number = np.asarray(value)
-        return Abstract(self, number.shape, number.dtype, number, number, False, self.nothing())
+        return Abstract(self, number.shape, number.dtype, [number, number, *self.nothing])
 
     def unknown(self, aval: Any, reach: Fields, big: Any = False) -> "Abstract":
         """Return an array of any moderate numbers, and where `big` is true of any numbers."""
-        dtype = number_dtype(aval)
-        size = np.where(np.logical_and(big, is_float(dtype)), np.inf, 0.0)
-        is_loose = np.full(size.shape, not is_truth(dtype))
-        # A truth value lies between False and True; other numbers around 0.
-        high = np.ones(size.shape) if is_truth(dtype) else size
-        return Abstract(self, aval.shape, dtype, -size, high, is_loose, reach)
+        dtype = np.dtype(np.uint32)  # of keys of random numbers
+        if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            dtype = np.dtype(aval.dtype)
+        low, high = np.False_, np.True_  # and any two different integers
+        if is_float(dtype):
+            high = np.where(big, np.inf, self.limit(dtype))
+            low = -high
+        return Abstract(self, aval.shape, dtype, [low, high, *reach])
 
 
 def is_float(dtype: Any) -> bool:
@@ -52,74 +63,51 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_truth(dtype: Any) -> bool:
-    """Return whether numbers are truth values."""
-    return np.dtype(dtype).kind == "b"
-
-
-def number_dtype(aval: Any) -> Any:
-    """Return the dtype of an array; keys of random numbers count as unsigned integers."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return np.dtype(np.uint32)
-    return np.dtype(aval.dtype)
-
-
 class Abstract:
     """An abstract array.
 
-    An element is a number from `low` to `high`, plus or minus a moderate number where it is
-    `loose`. It is known if it is not loose and both ends are equal. -1e9 and loose is a masked
-    score, from -inf to 0 and loose is masked or not, as data decides, and from -inf to inf is
-    anything, NaN too. `reach` has for each channel the greatest position that the element can
-    depend on.
+    An element is a number from `low` to `high`, and known if these are equal. From minus the limit
+    to the limit it is any moderate number; around -1e9 a masked score; from -inf to the limit
+    masked or not, as data decides; from -inf to inf anything, NaN too. `reach` has for each channel
+    the greatest position that the element can depend on.
 
     An axis along which nothing varies is stored with size 1, so that weights take no memory and
     attention takes one number for each pair of positions.
     """
 
+    origin: Any = None
+    """How the array was made, if that is recorded."""
+
     def __init__(
-        self,
-        world: World,
-        shape: Sequence[int],
-        dtype: Any,
-        low: Any,
-        high: Any,
-        loose: Any,
-        reach: Iterable[Any],
+        self, world: World, shape: Sequence[int], dtype: Any, fields: Iterable[Any]
     ) -> None:
+        low, high, *reach = fields
         self.world = world
         self.shape = tuple(shape)
         self.dtype = np.dtype(dtype)
+        self.limit = world.limit(dtype)
         if is_float(dtype):
             is_nan = np.isnan(low) | np.isnan(high)
-            low = np.where(is_nan, -np.inf, low)
-            high = np.where(is_nan, np.inf, high)
-            loose = np.logical_or(loose, is_nan)
-            # A moderate number, plus or minus one, is around 0.
-            low = np.where(loose & (np.abs(low) < world.bound), 0, low)
-            high = np.where(loose & (np.abs(high) < world.bound), 0, high)
-        elif not is_truth(dtype):
+            low, high = chosen(is_nan, (-np.inf, np.inf), (low, high))
+            # What can be as large as a moderate number is one.
+            size = np.maximum(-low, high)
+            is_moderate = (size == self.limit) & (low != high)
+            low, high = chosen(is_moderate, (-size, size), (low, high))
+        elif self.dtype != bool:
             # Integers are known or not: nothing is asked of their size.
-            loose = np.logical_or(loose, np.not_equal(low, high))
-            low = np.where(loose, 0, low)
-            high = low
-        is_known = np.logical_not(loose) & np.equal(low, high)
-        reach = [np.where(is_known, NOWHERE, channel).astype(np.int32) for channel in reach]
-        fields = [
-            np.asarray(low).astype(self.dtype),
-            np.asarray(high).astype(self.dtype),
-            np.asarray(loose, dtype=bool),
-            *reach,
-        ]
+            anything = (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            low, high = chosen(np.equal(low, high), (low, high), anything)
+        low, high = (np.asarray(end).astype(self.dtype) for end in (low, high))
+        reach = [np.where(low == high, NOWHERE, channel).astype(np.int32) for channel in reach]
         # With as many axes as the array, so that fields of several arrays align.
-        fields.append(np.zeros((1,) * len(self.shape), bool))
-        self.fields: Fields = shrunk(fields)[:-1]
-        self.low, self.high, self.loose, *self.reach = self.fields
+        axes = np.zeros((1,) * len(self.shape), bool)
+        self.fields: Fields = shrunk([low, high, *reach, axes])[:-1]
+        self.low, self.high, *self.reach = self.fields
 
     @property
     def known(self) -> np.ndarray:
         """Which numbers are known."""
-        return ~self.loose & (self.low == self.high)
+        return self.low == self.high
 
     @property
     def zero(self) -> np.ndarray:
@@ -127,16 +115,16 @@ class Abstract:
         return self.known & (self.low == 0)
 
     @property
-    def between(self) -> np.ndarray:
-        """Which numbers are only known to lie between two others."""
-        return ~self.loose & (self.low != self.high)
-
-    @property
     def big(self) -> np.ndarray:
         """Which numbers may be of any size, as masked ones."""
-        if not is_float(self.dtype):
-            return np.zeros_like(self.loose)
-        return np.maximum(np.abs(self.low), np.abs(self.high)) >= self.world.bound
+        return np.maximum(np.abs(self.low), np.abs(self.high)) > self.limit
+
+    @property
+    def between(self) -> np.ndarray:
+        """Which numbers are only known to lie between two others."""
+        if is_float(self.dtype) or self.dtype == bool:
+            return ~self.known & (self.high != self.limit)
+        return np.zeros_like(self.low, bool)
 
     @property
     def load(self) -> Fields:
@@ -147,37 +135,26 @@ class Abstract:
         """
         return [*self.reach, np.where(self.big, np.int32(0), NOWHERE)]
 
-    def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the greatest number that each element can be."""
-        if is_float(self.dtype):
-            margin = np.where(self.loose, self.world.bound, 0).astype(self.dtype)
-            return self.low - margin, self.high + margin
-        if is_truth(self.dtype):
-            return self.low, self.high
-        return np.where(self.loose, -np.inf, self.low), np.where(self.loose, np.inf, self.high)
-
-    def with_fields(self, fields: Sequence[Any], shape: Sequence[int] | None = None) -> "Abstract":
+    def with_fields(self, fields: Iterable[Any], shape: Sequence[int] | None = None) -> "Abstract":
         """Return an array of this dtype with other fields."""
-        low, high, loose, *reach = fields
-        new_shape = self.shape if shape is None else shape
-        return Abstract(self.world, new_shape, self.dtype, low, high, loose, reach)
+        return Abstract(self.world, self.shape if shape is None else shape, self.dtype, fields)
 
     def depending(self, *reaches: Fields) -> "Abstract":
         """Return the array with further dependences."""
-        reach = union([self.reach, *reaches])
-        return self.with_fields([self.low, self.high, self.loose, *reach])
+        return self.with_fields([self.low, self.high, *union([self.reach, *reaches])])
 
     def blurred(self, axes: Iterable[int]) -> "Abstract":
         """Return what is true of every element along some axes."""
         along = tuple(axes)
-        fields = [field.max(along, keepdims=True) for field in self.fields]
-        fields[0] = self.low.min(along, keepdims=True)
-        return self.with_fields(fields)
+        low, *others = self.fields
+        greatest = [field.max(along, keepdims=True) for field in others]
+        return self.with_fields([low.min(along, keepdims=True), *greatest])
 
     def item(self, number: int) -> "Abstract":
         """Return one item along the first axis."""
-        fields = [field[number % len(field)] for field in self.fields]
-        return self.with_fields(fields, self.shape[1:])
+        return self.with_fields(
+            [field[number % len(field)] for field in self.fields], self.shape[1:]
+        )
 
     def is_same(self, other: "Abstract") -> bool:
         """Return whether all fields are equal."""
@@ -187,18 +164,20 @@ class Abstract:
 def shrunk(fields: Sequence[np.ndarray]) -> Fields:
     """Store each axis along which no field varies with size 1."""
     common = list(np.broadcast_arrays(*fields))
-    for axis in range(common[0].ndim):
-        if common[0].shape[axis] <= 1:
-            continue
+    for axis in np.flatnonzero(np.greater(common[0].shape, 1)):
         firsts = [field.take([0], axis) for field in common]
-        if all(map(_is_constant, common, firsts, [axis] * len(common))):
+        # A stride of 0 is that of a broadcast axis, which need not be compared.
+        if all(
+            field.strides[axis] == 0 or (field == first).all()
+            for field, first in zip(common, firsts, strict=True)
+        ):
             common = list(np.broadcast_arrays(*firsts))
     return common
 
 
-def _is_constant(field: np.ndarray, first: np.ndarray, axis: int) -> bool:
-    # A stride of 0 is that of a broadcast axis, which need not be compared.
-    return field.strides[axis] == 0 or bool((field == first).all())
+def chosen(condition: Any, fields: Sequence[Any], others: Sequence[Any]) -> Fields:
+    """Return fields where a condition is true, and others elsewhere."""
+    return [np.where(condition, *pair) for pair in zip(fields, others, strict=True)]
 
 
 def union(loads: Iterable[Fields]) -> Fields:
@@ -216,10 +195,10 @@ def stack(*parts: Abstract) -> Abstract:
 
 def join(choice: Abstract, *parts: Abstract) -> Abstract:
     """Return what is true of whichever part data chooses."""
-    chosen = stack(*parts).blurred([0]).item(0)
+    x = stack(*parts).blurred([0]).item(0)
     # The choice of a `cond` is a single number for arrays of any rank.
-    behind = (1,) * (len(chosen.shape) - choice.loose.ndim)
-    return chosen.depending([channel.reshape(channel.shape + behind) for channel in choice.reach])
+    behind = (1,) * (len(x.shape) - choice.low.ndim)
+    return x.depending([channel.reshape(channel.shape + behind) for channel in choice.reach])
 
 
 def widened(choice: Abstract, *parts: Abstract) -> Abstract:
@@ -227,11 +206,9 @@ def widened(choice: Abstract, *parts: Abstract) -> Abstract:
     x = join(choice, *parts)
     if not is_float(x.dtype):
         return x
-    bound = x.world.bound
-    is_unsure = x.loose | x.between
-    low = np.where(is_unsure & (x.low <= -bound), -np.inf, x.low)
-    high = np.where(is_unsure & (x.high >= bound), np.inf, x.high)
-    return x.with_fields([low, high, is_unsure, *x.reach])
+    low = np.where(x.low < -x.limit, -np.inf, -x.limit)
+    high = np.where(x.high > x.limit, np.inf, x.limit)
+    return x.with_fields(chosen(x.known, x.fields, [low, high, *x.reach]))
 
 
 def whole(x: Abstract, field: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ known to be about -1e9, and the exponential of that is a known 0, which drops wh
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jgpt.shapes.abstract import Abstract, World, join, stack, widened
+from jgpt.shapes.abstract import Abstract, World, is_float, join, stack, widened
 from jgpt.shapes.jaxprs import (
     Line,
     inner_program,
@@ -26,13 +26,14 @@ from jgpt.shapes.jaxprs import (
     lines_of,
     scan_sizes,
 )
-from jgpt.shapes.reading_rules import CALLS, RULES, SAME, anything, computed
+from jgpt.shapes.reading_rules import CALLS, RULES, SAME, Arrays, Rule, anything, computed
 
 MOST_STEPS = 20_000
 """The limit of the steps of a scan or a loop, which are unrolled."""
-BOUNDS = (1e30, 1e8, 5e3)
+BOUNDS = (129 * 2.0**93, 129 * 2.0**20, 129 * 2.0**5)
 """What a number that isn't masked is assumed to be below, tried in this order: masked scores of
-finfo.min, of -1e9 and of -1e4 are beyond."""
+finfo.min, of -1e9 and of -1e4 are beyond. No program has these numbers as constants, which would
+be taken for moderate ones; bfloat16 has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Place(NamedTuple):
 
 
 NO_PLACE = Place(None, None)
+Parameters = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,33 +65,30 @@ class Origin:
     order: int
     name: str
     place: Place
-    rule: Callable[..., list[Abstract]]
+    rule: Rule
     operands: tuple[Abstract, ...]
     result: int
     """Which of the rule's results it is."""
 
-
-# --- places ---------------------------------------------------------------------------------------
 
 _OWN = Path(__file__).parent
 _JAX = ("jax", "jaxlib")
 """Their lines say nothing of a layer, in which a program's mistake may be."""
 
 
-def place_of(equation: Any) -> Place:
+def place_of(equation: Any, outside: Place) -> Place:
     """Return the innermost line of the program that an equation comes from, and the innermost line
-    of a library of layers where that is what computes."""
+    of a library of layers where that is what computes; what is unknown is that of the call."""
     library = None
-    for file, number in lines_of(equation):
-        is_own = Path(file).parent == _OWN
-        if not is_own and not is_of_library(file):
-            return Place((file, number), library)
-        if library is None and not is_own and not any(f"/{name}/" in file for name in _JAX):
-            library = (file, number)
-    return Place(None, library)
-
-
-# --- the interpreter ------------------------------------------------------------------------------
+    for line in lines_of(equation):
+        file = Path(line[0])
+        if file.parent == _OWN:
+            continue
+        if not is_of_library(line[0]):
+            return Place(line, library)
+        if library is None and not set(_JAX) & set(file.parts):
+            library = line
+    return Place(outside.program, library or outside.library)
 
 
 class Interpreter:
@@ -102,18 +101,18 @@ class Interpreter:
         self.known: list[str] = []
         """Arrays of a closure whose values are known to the proof."""
         self._records = records
-        self.origins: dict[int, Origin] = {}
-        self._kept: list[Abstract] = []  # so that no other array gets the id of one
+        self._orders = itertools.count()
 
     def run(
         self,
         closed: Any,
-        operands: Sequence[Abstract],
-        inside: Place | None = None,
+        operands: Arrays,
         outside: Place = NO_PLACE,
-    ) -> list[Abstract]:
-        """Return the results of a program. `inside` is the place of all of its operations, where
-        it is a library's; `outside` that of the call, for operations without one."""
+        *,
+        is_library: bool = False,
+    ) -> Arrays:
+        """Return the results of a program that is called at a place; the operations of a library's
+        program are there, too."""
         jaxpr = closed.jaxpr
         constants = [self._captured(value) for value in closed.consts]
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *operands], strict=True))
@@ -126,98 +125,82 @@ class Interpreter:
             return values[atom]
 
         for number, equation in enumerate(jaxpr.eqns):
-            place = inside
-            if place is None:
-                place = place_of(equation)
-                if place.program is None:
-                    place = Place(outside.program, place.library or outside.library)
+            place = outside if is_library else place_of(equation, outside)
             results = self._step(equation, [read(atom) for atom in equation.invars], place)
             values.update(zip(equation.outvars, results, strict=True))
-            for atom in equation.invars:
-                if isinstance(atom, core.Var) and last_uses[atom] == number:
-                    values.pop(atom, None)
+            for variable in last_uses.get(number, ()):
+                del values[variable]
         return [read(atom) for atom in jaxpr.outvars]
-
-    def apply(
-        self, name: str, place: Place, rule: Callable[..., Any], *operands: Abstract
-    ) -> list[Abstract]:
-        """Apply a rule, and record how its results were made."""
-        results = rule(*operands)
-        if isinstance(results, Abstract):
-            results = [results]
-        if self._records:
-            for index, result in enumerate(results):
-                if not any(result is operand for operand in operands):
-                    origin = Origin(len(self._kept), name, place, rule, operands, index)
-                    self.origins[id(result)] = origin
-                    self._kept.append(result)
-        return results
 
     def _captured(self, value: Any) -> Abstract:
         """Return an array of a closure. One of floats is a parameter, whatever it holds, since a
         mixing that begins at the identity is trained; NumPy's, integers and truth values are
         known."""
-        dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-        if isinstance(value, jax.Array) and jnp.issubdtype(dtype, jnp.inexact):
-            return self.world.unknown(value, self.world.nothing())
-        if np.ndim(value) > 0 and not jnp.issubdtype(dtype, jax.dtypes.extended):
-            self.known.append(f"{np.dtype(dtype).name}[{','.join(map(str, np.shape(value)))}]")
-        return self.world.constant(value)
+        if isinstance(value, jax.Array) and is_float(value.dtype):
+            return self.world.unknown(value, self.world.nothing)
+        constant = self.world.constant(value)
+        if constant.shape and constant.known.all():
+            self.known.append(f"{constant.dtype}[{','.join(map(str, constant.shape))}]")
+        return constant
 
-    def _step(self, equation: Any, operands: list[Abstract], place: Place) -> list[Abstract]:
+    def _step(self, equation: Any, operands: Arrays, place: Place) -> Arrays:
         name = equation.primitive.name
         parameters = equation.params
         for variable in (*equation.invars, *equation.outvars):
             if "Ref" in type(variable.aval).__name__:
-                raise Unreadable(f"{name} changes an array in place{told(place)}")
+                raise Unreadable(
+                    f"{name} changes an array in place{told(place)}: compute a new one instead"
+                )
         if name in SAME:
             return operands
         match name:
             case "cond":
-                return self._cond(parameters, operands, place)
+                return self._cond(parameters["branches"], operands, place)
             case "scan":
                 return self._scan(parameters, operands, place)
             case "while":
                 return self._while(parameters, operands, place)
             case "iota":
                 return [self.world.constant(value) for value in computed(equation)]
-        if name in CALLS:
-            return self._call(parameters, operands, place)
-        if not operands:  # nothing that it could depend on
-            nothing = self.world.nothing()
-            return [self.world.unknown(result.aval, nothing, True) for result in equation.outvars]
+        inner = inner_program(parameters)
+        if name in CALLS and inner is not None:
+            return self.run(inner, operands, place, is_library=is_library_program(inner))
         rule = RULES.get(name)
         if rule is None:
             self.without_rule.setdefault(name, place)
             rule = anything
-        return self.apply(name, place, functools.partial(rule, equation), *operands)
+        if not operands:  # such as the index of a device
+            operands = [self.world.unknown(jnp.float32(0), self.world.nothing, True)]
+        return self._applied(name, place, functools.partial(rule, equation), operands)
 
-    def _call(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
-        inner = inner_program(parameters)
-        if inner is None:
-            raise Unreadable(f"a call without a program{told(place)}")
-        inside = place if is_library_program(inner) else None
-        return self.run(inner, operands, inside, place)
-
-    def _cond(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
-        choice, *rest = operands
-        branches = parameters["branches"]
-        if choice.known.all():
-            number = int(np.clip(choice.low, 0, len(branches) - 1))
-            return self.run(branches[number], rest, outside=place)
-        of_branches = [self.run(branch, rest, outside=place) for branch in branches]
-        results = []
-        for parts in zip(*of_branches, strict=True):
-            results += self.apply("cond", place, join, choice, *parts)
+    def _applied(self, name: str, place: Place, rule: Rule, operands: Arrays) -> Arrays:
+        """Apply a rule, and record how its results were made."""
+        results = rule(*operands)
+        if self._records:
+            for index, result in enumerate(results):
+                order = next(self._orders)
+                result.origin = Origin(order, name, place, rule, tuple(operands), index)
         return results
 
-    def _scan(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
+    def _made(
+        self, name: str, place: Place, make: Callable[..., Abstract], *operands: Abstract
+    ) -> Abstract:
+        """Make a single array, and record how."""
+        (result,) = self._applied(name, place, lambda *xs: [make(*xs)], [*operands])
+        return result
+
+    def _cond(self, branches: Sequence[Any], operands: Arrays, place: Place) -> Arrays:
+        choice, *rest = operands
+        if choice.known.all():
+            number = int(np.clip(choice.low, 0, len(branches) - 1))
+            return self.run(branches[number], rest, place)
+        of_branches = [self.run(branch, rest, place) for branch in branches]
+        results = []
+        for parts in zip(*of_branches, strict=True):
+            results.append(self._made("cond", place, join, choice, *parts))
+        return results
+
+    def _scan(self, parameters: Parameters, operands: Arrays, place: Place) -> Arrays:
         length = parameters["length"]
         if not 0 < length <= MOST_STEPS:
             raise Unreadable(
@@ -225,60 +208,46 @@ class Interpreter:
                 f"{told(place)}: ask at a smaller size"
             )
         begin, carried = scan_sizes(parameters)
-        end = begin + carried
-        constants = operands[:begin]
-        carry = operands[begin:end]
-        by_step: dict[int, list[Abstract]] = {}
+        constants, carry = operands[:begin], operands[begin : begin + carried]
+        arrays = operands[begin + carried :]
+        by_step: dict[int, Arrays] = {}
         for number in sorted(range(length), reverse=parameters["reverse"]):
-            items = []
-            for x in operands[end:]:
-                take = functools.partial(Abstract.item, number=number)
-                items += self.apply("scan", place, take, x)
-            results = self.run(parameters["jaxpr"], [*constants, *carry, *items], outside=place)
-            carry = results[: len(carry)]
-            by_step[number] = results[len(carry) :]
-        stacked = []
-        for parts in zip(*[by_step[number] for number in range(length)], strict=True):
-            stacked += self.apply("scan", place, stack, *parts)
-        return [*carry, *stacked]
+            take = functools.partial(Abstract.item, number=number)
+            items = [self._made("scan", place, take, x) for x in arrays]
+            results = self.run(parameters["jaxpr"], [*constants, *carry, *items], place)
+            carry, by_step[number] = results[:carried], results[carried:]
+        in_order = [by_step[number] for number in range(length)]
+        of_steps = zip(*in_order, strict=True)
+        return [*carry, *[self._made("scan", place, stack, *parts) for parts in of_steps]]
 
-    def _while(
-        self, parameters: dict[str, Any], operands: list[Abstract], place: Place
-    ) -> list[Abstract]:
+    def _while(self, parameters: Parameters, operands: Arrays, place: Place) -> Arrays:
         begin = parameters["cond_nconsts"]
         end = begin + parameters["body_nconsts"]
         carry = operands[end:]
         for _ in range(MOST_STEPS):
-            inputs = [*operands[:begin], *carry]
-            (goes_on,) = self.run(parameters["cond_jaxpr"], inputs, outside=place)
-            is_known = bool(goes_on.known.all())
-            if is_known and not goes_on.low.any():
+            (goes_on,) = self.run(parameters["cond_jaxpr"], [*operands[:begin], *carry], place)
+            if not goes_on.high.any():
                 return carry
-            inputs = [*operands[begin:end], *carry]
-            new = self.run(parameters["body_jaxpr"], inputs, outside=place)
-            if not is_known or not goes_on.low.all():
+            new = self.run(parameters["body_jaxpr"], [*operands[begin:end], *carry], place)
+            if not goes_on.low.all():
                 # Data decides: what is true of every number of steps is what changes no more.
-                joined = []
-                for before, after in zip(carry, new, strict=True):
-                    joined += self.apply("while", place, widened, goes_on, before, after)
-                new = joined
+                for index, (before, after) in enumerate(zip(carry, new, strict=True)):
+                    new[index] = self._made("while", place, widened, goes_on, before, after)
                 if all(map(Abstract.is_same, carry, new)):
                     return new
             carry = new
         raise Unreadable(f"a loop of more than {MOST_STEPS} steps{told(place)}")
 
 
-def _last_uses(jaxpr: Any) -> dict[Any, float]:
-    """Return for each variable the last equation that reads it, so that it can be dropped then."""
-    last: dict[Any, float] = {}
-    for number, equation in enumerate(jaxpr.eqns):
-        for atom in equation.invars:
-            if isinstance(atom, core.Var):
-                last[atom] = number
-    for atom in jaxpr.outvars:
-        if isinstance(atom, core.Var):
-            last[atom] = math.inf
-    return last
+def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
+    """Return for each equation the variables that it is the last to read, which can be dropped."""
+    read = {atom for atom in jaxpr.outvars if isinstance(atom, core.Var)}
+    last_uses = {}
+    for number, equation in reversed(list(enumerate(jaxpr.eqns))):
+        atoms = {atom for atom in equation.invars if isinstance(atom, core.Var)}
+        last_uses[number] = list(atoms - read)
+        read |= atoms
+    return last_uses
 
 
 def told(place: Place) -> str:
@@ -291,7 +260,7 @@ def assumptions_of(world: World, known: Iterable[str]) -> list[str]:
     """Return what an interpretation assumes, with the arrays that it takes as known."""
     assumed = [
         "unmasked numbers are finite, and no denominator is 0",
-        f"unmasked scores are below {world.bound / 2:g} in size",
+        f"unmasked scores are below {world.bound / 2:.4g} in size",
         "tokens and indices are in range",
         "the program is as JAX traces it at these sizes",
     ]

@@ -118,7 +118,7 @@ def prove(
     if causal is not None or separate is not None:
         if where:
             raise ValueError("`where` has no meaning with `causal` or `separate`: give `sizes`")
-        return prove_sight(function, arrays, causal, separate, sizes)
+        return prove_sight(function, arrays, causal, separate, sizes or {})
     if sizes is not None:
         raise ValueError("`sizes` needs `causal` or `separate`: shapes are proven for all sizes")
     parsed = [parse_array(array) for array in arrays]

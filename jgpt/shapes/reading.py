@@ -1,17 +1,16 @@
 """Which positions of its inputs each output of a function can depend on."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jgpt.shapes.abstract import NOWHERE, Abstract, World, whole
+from jgpt.shapes.abstract import NOWHERE, Abstract, World, is_float, whole
 from jgpt.shapes.calls import is_nnx
-from jgpt.shapes.interpreter import BOUNDS, Interpreter, Known, assumptions_of
+from jgpt.shapes.interpreter import BOUNDS, Interpreter, Known, Unreadable, assumptions_of
 from jgpt.shapes.reading_paths import steps_of, texts_of
 
 
@@ -47,9 +46,7 @@ class Reads:
         for index, target in ((channel, position), (channel + 1, -position)):
             if int(whole(self.result, self.result.reach[index])[element]) == target:
                 outputs = self.question.answer(self.interpreter.world, records=True)
-                recorded = outputs[self.number]
-                origins = recorded.interpreter.origins
-                steps = steps_of(recorded.result, origins, element, index, target)
+                steps = steps_of(outputs[self.number].result, element, index, target)
                 return "\n".join(texts_of(list(steps)))
         raise ValueError(
             f"position {position} is neither the first nor the last that output {list(element)} "
@@ -64,43 +61,38 @@ class Reads:
         return 2 * names.index(name)
 
 
+class Input(NamedTuple):
+    """An array that a program is given."""
+
+    value: Any
+    is_known: bool
+    axes: Sequence[str | None] = ()
+    """The names of the tracked axes, and None for others."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A traced function, and the axes of its arguments that are tracked."""
+    """A traced function, and the axes of its inputs that are tracked."""
 
     closed: Any
-    weights: tuple[Any, ...]
-    """The variables of an NNX module, which come first among the program's inputs."""
-    arguments: tuple[Any, ...]
+    inputs: list[Input]
+    names: list[str]
+    """The names of the tracked axes."""
     structure: Any
     """The structure of the function's result."""
-    of: Mapping[int, Sequence[str | None]]
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tracked axes."""
-        names: dict[str, None] = {}
-        for axes in self.of.values():
-            names.update(dict.fromkeys(name for name in axes if name is not None))
-        return tuple(names)
 
     def answer(self, world: World, *, records: bool = False) -> list[Reads]:
         """Run the program with abstract arrays, and return what each output reads."""
         interpreter = Interpreter(world, records=records)
-        variables = iter(self.closed.jaxpr.invars)
-        inputs = [_weight(world, value, next(variables).aval) for value in self.weights]
-        for number, argument in enumerate(self.arguments):
-            axes = tuple(self.of.get(number, ()))
-            is_known = isinstance(argument, Known)
-            for leaf in jax.tree.leaves(argument.array if is_known else argument):
-                aval = next(variables).aval
-                if is_known:
-                    inputs.append(world.constant(leaf))
-                else:
-                    positions = list(_positions(aval, self.names, axes))
-                    inputs.append(world.unknown(aval, positions))
         with np.errstate(all="ignore"):
-            results = interpreter.run(self.closed, inputs)
+            operands = []
+            for given, variable in zip(self.inputs, self.closed.jaxpr.invars, strict=True):
+                if given.is_known:
+                    operands.append(world.constant(given.value))
+                else:
+                    positions = _positions(variable.aval, self.names, given.axes)
+                    operands.append(world.unknown(variable.aval, positions))
+            results = interpreter.run(self.closed, operands)
         return [Reads(result, interpreter, self, number) for number, result in enumerate(results)]
 
 
@@ -120,49 +112,56 @@ def reads(function: Callable[..., Any], *args: Any, of: Mapping[int, Sequence[st
 def ask(
     function: Callable[..., Any], args: Sequence[Any], of: Mapping[int, Sequence[str | None]]
 ) -> Question:
-    """Trace a function; the weights of an NNX module may be abstract."""
-    weights: tuple[Any, ...] = ()
+    """Trace a function; the weights of an NNX module may be abstract, and come first among the
+    program's inputs."""
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(function, linen.Module):
+        raise Unreadable(
+            "a Linen module has no weights of its own: give functools.partial(module.apply, "
+            "variables)"
+        )
     call = function
+    inputs: list[Input] = []
     if is_nnx(function, "Module"):
         from flax import nnx
 
         graph, state = nnx.split(function)
-        leaves_of_state, structure = jax.tree.flatten(state)
-        weights = tuple(leaves_of_state)
+        weights, structure = jax.tree.flatten(state)
+        # Integers and truth values are known, numbers are parameters.
+        for weight in weights:
+            is_known = not isinstance(weight, jax.ShapeDtypeStruct) and not is_float(weight.dtype)
+            inputs.append(Input(weight, is_known))
 
         def call(*values: Any) -> Any:
             leaves = values[: len(weights)]
             module: Any = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
             return module(*values[len(weights) :])
 
-    plain = [argument.array if isinstance(argument, Known) else argument for argument in args]
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*map(_shape_of, weights), *plain)
-    return Question(closed, weights, tuple(args), jax.tree.structure(shapes), of)
+    shapes = [jax.ShapeDtypeStruct(given.value.shape, given.value.dtype) for given in inputs]
+    plain = []
+    for number, argument in enumerate(args):
+        is_known = isinstance(argument, Known)
+        plain.append(argument.array if is_known else argument)
+        for leaf in jax.tree.leaves(plain[-1]):
+            inputs.append(Input(leaf, is_known, of.get(number, ())))
+    closed, result = jax.make_jaxpr(call, return_shape=True)(*shapes, *plain)
+    names = dict.fromkeys(name for axes in of.values() for name in axes if name is not None)
+    return Question(closed, inputs, list(names), jax.tree.structure(result))
 
 
-def _shape_of(value: Any) -> Any:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _weight(world: World, value: Any, aval: Any) -> Abstract:
-    """Return a variable of a module: known if it has integers or truth values, else a parameter."""
-    is_number = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    has_value = not isinstance(value, jax.ShapeDtypeStruct)
-    if has_value and is_number and not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return world.constant(np.asarray(value))
-    return world.unknown(aval, world.nothing())
-
-
-def _positions(aval: Any, names: Sequence[str], axes: Sequence[str | None]) -> Iterator[np.ndarray]:
-    """Yield the channels of an input: each element's own position along each tracked axis."""
+def _positions(aval: Any, names: Sequence[str], axes: Sequence[str | None]) -> list[np.ndarray]:
+    """Return the channels of an input: each element's own position along each tracked axis."""
+    channels = []
     for name in names:
-        if name not in axes:
-            yield np.asarray(NOWHERE)
-            yield np.asarray(NOWHERE)
-            continue
-        axis = axes.index(name)
-        shape = [1] * len(aval.shape)
-        shape[axis] = -1
-        position = np.arange(aval.shape[axis], dtype=np.int32).reshape(shape)
-        yield position
-        yield -position
+        if name in axes:
+            position = positions_along(aval.shape, axes.index(name))
+            channels += [position, -position]
+        else:
+            channels += [np.asarray(NOWHERE)] * 2
+    return channels
+
+
+def positions_along(shape: Sequence[int], axis: int) -> np.ndarray:
+    """Return the positions along an axis, aligned with an array of a shape."""
+    others = [other for other in range(len(shape)) if other != axis]
+    return np.expand_dims(np.arange(shape[axis], dtype=np.int32), others)

@@ -18,8 +18,8 @@ from jgpt.shapes.abstract import (
     NOWHERE,
     Abstract,
     Fields,
+    chosen,
     is_float,
-    is_truth,
     join,
     shrunk,
     stack,
@@ -27,12 +27,13 @@ from jgpt.shapes.abstract import (
     whole,
 )
 
-Rule = Callable[..., list[Abstract]]
+Arrays = list[Abstract]
+Rule = Callable[..., Arrays]
 
 
-def named(names: str) -> tuple[str, ...]:
+def named(names: str) -> list[str]:
     """Return the names in a text."""
-    return tuple(names.split())
+    return names.split()
 
 
 # --- element by element ---------------------------------------------------------------------------
@@ -57,18 +58,16 @@ IN_NUMPY = {
 """What NumPy computes as JAX does, without a compilation."""
 MONOTONE = named(
     "add add_any sub mul div neg exp exp2 expm1 logistic tanh erf floor ceil round clamp "
-    "convert_element_type reduce_precision"
+    "convert_element_type reduce_precision lt le gt ge and or not"
 )
 """Monotone in each operand, and moderate for moderate ones."""
-DECISIONS = named("lt le gt ge and or not")
-"""The same, with truth values as results."""
 OTHER_FUNCTIONS = named(
     "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt "
-    "clz conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite lgamma "
-    "log log1p log2 ne nextafter population_count pow real rem rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan threefry2x32 xor"
+    "clz complex conj cos cosh digamma eq erf_inv erfc igamma igammac imag integer_pow is_finite "
+    "lgamma log log1p log2 ne nextafter one_minus_square population_count pow real rem rsqrt "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan xor"
 )
-"""Computed element by element, and neither."""
+"""Computed element by element, and not."""
 
 
 def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
@@ -80,147 +79,105 @@ def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
     return [np.asarray(result) for result in results]
 
 
-def _computed_elements(equation: Any, *values: np.ndarray) -> list[np.ndarray]:
+def _computed_elements(equation: Any, *values: np.ndarray) -> np.ndarray:
     function = IN_NUMPY.get(equation.primitive.name)
     if function is not None:
-        return [function(*values)]
-    return computed(equation, *np.broadcast_arrays(*values))
+        return function(*values)
+    (value,) = computed(equation, *np.broadcast_arrays(*values))
+    return value
 
 
-def elementwise(equation: Any, *xs: Abstract) -> list[Abstract]:
+def elementwise(equation: Any, *xs: Abstract) -> Arrays:
     """Return a function of single elements: known where the operands are, else bounded by the
     function's values at the ends of the operands where it is monotone."""
-    name = equation.primitive.name
     world = xs[0].world
-    avals = [variable.aval for variable in equation.outvars]
-    *reach, big = union([x.load for x in xs])
-    is_big = big > NOWHERE
-    if name in OTHER_FUNCTIONS:
-        # The logarithm of a number from 0 to 1, for instance, may be of any size.
-        is_big = is_big | _any([x.between for x in xs])
-    results = [world.unknown(aval, reach, is_big) for aval in avals]
-    if all(x.loose.all() and not x.big.any() for x in xs):
-        return results
-
-    is_known = functools.reduce(np.logical_and, [x.known for x in xs])
-    if not is_known.all() and _is_bounded_by_ends(name, avals[0].dtype, xs):
-        results = [_between_ends(equation, results[0], xs)]
-    if not is_known.any():
-        return results
-    values = _computed_elements(equation, *[x.low for x in xs])
-    found = []
-    for x, value in zip(results, values, strict=True):
-        low = np.where(is_known, value, x.low)
-        high = np.where(is_known, value, x.high)
-        found.append(x.with_fields([low, high, x.loose & ~is_known, *reach]))
-    return found
+    reach = union([x.reach for x in xs])
+    # Numbers vary along fewer axes than what they depend on.
+    numbers = [x.with_fields([*shrunk([x.low, x.high]), *world.nothing]) for x in xs]
+    is_known = functools.reduce(np.logical_and, [x.known for x in numbers])
+    # The logarithm of a number from 0 to 1, for instance, may be of any size.
+    is_big = functools.reduce(np.logical_or, [x.big | x.between for x in numbers])
+    plain = world.unknown(equation.outvars[0].aval, reach, is_big)
+    ends = [plain.low, plain.high]
+    if _is_bounded_by_ends(equation, numbers) and not is_known.all():
+        # Of anything, NaN too, nothing is known.
+        is_wild = [(x.low == -np.inf) & (x.high == np.inf) for x in numbers]
+        is_unbounded = functools.reduce(np.logical_or, is_wild)
+        ends = chosen(is_unbounded, ends, _between_ends(equation, plain, numbers))
+    if is_known.any():
+        value = _computed_elements(equation, *[x.low for x in numbers])
+        ends = chosen(is_known, [value, value], ends)
+    return [plain.with_fields([*ends, *reach])]
 
 
-def _any(conditions: Sequence[np.ndarray]) -> np.ndarray:
-    return functools.reduce(np.logical_or, conditions)
+def _is_bounded_by_ends(equation: Any, xs: Arrays) -> bool:
+    dtypes = [equation.outvars[0].aval.dtype, *[x.dtype for x in xs]]
+    are_ordered = all(
+        jnp.issubdtype(dtype, jnp.floating) or np.dtype(dtype).kind == "b" for dtype in dtypes
+    )
+    return are_ordered and equation.primitive.name in MONOTONE
 
 
-def _is_bounded_by_ends(name: str, dtype: Any, xs: Sequence[Abstract]) -> bool:
-    are_ordered = all(jnp.issubdtype(x.dtype, jnp.floating) or is_truth(x.dtype) for x in xs)
-    return are_ordered and (name in DECISIONS or (name in MONOTONE and is_float(dtype)))
-
-
-def _between_ends(equation: Any, plain: Abstract, xs: Sequence[Abstract]) -> Abstract:
-    """Bound a function that is monotone in each operand by its values at their ends; `plain` is
-    what is known otherwise."""
-    name = equation.primitive.name
-
-    def function(*values: np.ndarray) -> Any:
-        return _computed_elements(equation, *values)[0]
-
-    # Of anything, NaN too, nothing is known.
-    is_wild = _any([x.big & ~x.known & (x.low < 0) & (x.high > 0) for x in xs])
-    operands = list(xs)
-    if name == "div":
-        operands[1] = _reciprocal(xs[1])
-        function = np.multiply  # pyright: ignore[reportAssignmentType]
-    # With the margin of loose numbers, and without.
-    least, greatest = _extremes(function, [x.ends() for x in operands])
-    low, high = _extremes(function, [(x.low, x.high) for x in operands])
-    is_exact = (least == greatest) | is_truth(plain.dtype)
-    if name in ("mul", "div"):
-        first, second = operands
-        # The margin of a loose number is scaled by the other: by a big one beyond measure.
-        is_wild = is_wild | (first.loose & second.big) | (second.loose & first.big)
-        is_exact = is_exact | (np.minimum(np.abs(low), np.abs(high)) >= plain.world.bound)
-    is_loose = _any([x.loose for x in operands]) & ~is_exact
-    bounded = (np.where(is_exact, least, low), np.where(is_exact, greatest, high), is_loose)
-    fields = [
-        np.where(is_wild, unbounded, found)
-        for unbounded, found in zip(plain.fields, bounded, strict=False)
-    ]
-    return plain.with_fields([*fields, *plain.reach])
-
-
-def _extremes(
-    function: Callable[..., np.ndarray], ends: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    values = [function(*corner) for corner in itertools.product(*ends)]
-    return functools.reduce(np.minimum, values), functools.reduce(np.maximum, values)
+def _between_ends(equation: Any, plain: Abstract, xs: Arrays) -> Fields:
+    """Return the least and the greatest value of a function that is monotone in each operand."""
+    function = functools.partial(_computed_elements, equation)
+    if equation.primitive.name == "div":
+        xs = [xs[0], _reciprocal(xs[1])]
+        function = np.multiply
+    least, greatest = [], []
+    for corner in itertools.product(*[[(x, x.low), (x, x.high)] for x in xs]):
+        value = function(*[end for _, end in corner])
+        low, high = value, value
+        if is_float(plain.dtype):
+            # A function of moderate numbers is moderate, unless they meet a 0.
+            are_within = [np.abs(end) <= x.limit for x, end in corner]
+            are_ends = [(np.abs(end) == x.limit) & ~x.known for x, end in corner]
+            is_moderate = functools.reduce(np.logical_and, [value != 0, *are_within])
+            is_moderate = is_moderate & functools.reduce(np.logical_or, are_ends)
+            low, high = chosen(is_moderate, (-plain.limit, plain.limit), (value, value))
+        least.append(low)
+        greatest.append(high)
+    return [functools.reduce(np.minimum, least), functools.reduce(np.maximum, greatest)]
 
 
 def _reciprocal(x: Abstract) -> Abstract:
     """Return 1 / x. That of an unknown moderate number is moderate: it is assumed not to be 0."""
-    value = np.where(x.known, 1 / x.low, np.where(x.big | x.between, np.nan, 0))
-    return x.with_fields([value, value, ~x.known, *x.reach])
+    ends = chosen(x.big | x.between, (np.nan, np.nan), (x.low, x.high))
+    ends = chosen(x.known, (1 / x.low, 1 / x.high), ends)
+    return x.with_fields([*ends, *x.reach])
 
 
-def select(equation: Any, which: Abstract, *cases: Abstract) -> list[Abstract]:
+def select(equation: Any, which: Abstract, *cases: Abstract) -> Arrays:
     """Return the chosen case where the choice is known, and what is true of all cases elsewhere."""
     fields = cases[0].fields
     if not which.known.all():
         fields = join(which, *cases).fields
     for number, case in enumerate(cases):
         is_chosen = which.known & (which.low == number)
-        fields = [
-            np.where(is_chosen, field, other)
-            for field, other in zip(case.fields, fields, strict=True)
-        ]
+        fields = chosen(is_chosen, case.fields, fields)
     return [cases[0].with_fields(fields, equation.outvars[0].aval.shape)]
 
 
-# --- the greatest and the least -------------------------------------------------------------------
-
-
-def _extreme(x: Abstract, axes: tuple[int, ...], is_least: bool) -> Fields:
-    """Return the fields of a maximum (a minimum): it ignores what is certainly below (above)
-    another element."""
-    least, greatest = x.ends()
-    if is_least:
-        is_lost = least > greatest.min(axes, keepdims=True)
-        low, high = x.low.min(axes), x.high.min(axes)
-    else:
-        is_lost = greatest < least.max(axes, keepdims=True)
-        low, high = x.low.max(axes), x.high.max(axes)
-    is_loose = (x.loose & ~is_lost).any(axes)
-    world = x.world
-    if is_float(x.dtype) and not is_least and world.rows_keep_an_entry:
-        # A row of a mask that data makes has an entry that isn't masked, by assumption.
-        keeps = (low <= -world.bound) & (np.abs(high) < world.bound)
-        low = np.where(keeps, high, low)
-        is_loose = is_loose | keeps
-    reach = [np.where(is_lost, NOWHERE, channel).max(axes) for channel in x.reach]
-    return [low, high, is_loose, *reach]
-
-
-def greater_or_less(equation: Any, x: Abstract, y: Abstract) -> list[Abstract]:
-    """Return the rule of `max` and `min` of two arrays."""
-    fields = _extreme(stack(x, y), (0,), equation.primitive.name == "min")
-    return [x.with_fields(fields, equation.outvars[0].aval.shape)]
-
-
-def reduced_extreme(equation: Any, x: Abstract) -> list[Abstract]:
-    """Return a maximum, a minimum, or whether any or all are true, along axes."""
+def extreme(equation: Any, *xs: Abstract) -> Arrays:
+    """Return a maximum, a minimum, or whether any or all are true: it ignores what certainly is
+    below (above) another element."""
     name = equation.primitive.name
-    if name in ("reduce_and", "reduce_or") and not is_truth(x.dtype):  # bits of integers
+    x, axes = xs[0], equation.params.get("axes")
+    if axes is None:
+        x, axes = stack(*xs), (0,)
+    elif name in ("reduce_and", "reduce_or") and x.dtype != bool:  # bits of integers
         return anything(equation, x)
-    is_least = name in ("reduce_min", "reduce_and")
-    fields = _extreme(x, tuple(equation.params["axes"]), is_least)
+    if name in ("min", "reduce_min", "reduce_and"):
+        low, high = x.low.min(axes, keepdims=True), x.high.min(axes, keepdims=True)
+        is_lost = x.low > high
+    else:
+        low, high = x.low.max(axes, keepdims=True), x.high.max(axes, keepdims=True)
+        is_lost = x.high < low
+        if is_float(x.dtype) and x.world.rows_keep_an_entry:
+            # A row of a mask that data makes has an entry that isn't masked, by assumption.
+            low = np.where((low < -x.limit) & (np.abs(high) <= x.limit), -x.limit, low)
+    reach = [np.where(is_lost, NOWHERE, channel).max(axes) for channel in x.reach]
+    fields = [low.squeeze(axes), high.squeeze(axes), *reach]
     return [x.with_fields(fields, equation.outvars[0].aval.shape)]
 
 
@@ -237,8 +194,8 @@ def _numbered(*xs: Abstract) -> list[np.ndarray]:
     numbers = []
     start = 0
     for x in xs:
-        stored = np.arange(start, start + x.loose.size, dtype=np.int32)
-        numbers.append(whole(x, stored.reshape(x.loose.shape)))
+        stored = np.arange(start, start + x.low.size, dtype=np.int32)
+        numbers.append(whole(x, stored.reshape(x.low.shape)))
         start += stored.size
     return numbers
 
@@ -248,7 +205,7 @@ def _picked(places: np.ndarray, aval: Any, *xs: Abstract) -> Abstract:
     (places,) = shrunk([places])
     world = xs[0].world
     aval_outside = jax.ShapeDtypeStruct((1,), xs[0].dtype)
-    outside = world.unknown(aval_outside, world.nothing(), True)
+    outside = world.unknown(aval_outside, world.nothing, True)
     fields = []
     for parts in zip(*[x.fields for x in (*xs, outside)], strict=True):
         flat = np.concatenate([part.reshape(-1) for part in parts])
@@ -275,10 +232,10 @@ def _moved_in_numpy(equation: Any, numbers: np.ndarray) -> np.ndarray | None:
 
 def movement(
     equation: Any, *xs: Abstract, indices: Sequence[np.ndarray] = (), **changes: Any
-) -> list[Abstract]:
+) -> Arrays:
     """Run a primitive on the numbers of elements in place of the elements."""
     avals = [variable.aval for variable in equation.outvars]
-    is_uniform = xs[0].loose.size == 1 and all(x.is_same(xs[0]) for x in xs)
+    is_uniform = xs[0].low.size == 1 and all(x.is_same(xs[0]) for x in xs)
     if is_uniform and not indices:  # such as weights
         fields = [field.reshape(()) for field in xs[0].fields]
         return [xs[0].with_fields(fields, aval.shape) for aval in avals]
@@ -290,7 +247,7 @@ def movement(
     return [_picked(place, aval, *xs) for place, aval in zip(places, avals, strict=True)]
 
 
-def gather(equation: Any, x: Abstract, index: Abstract) -> list[Abstract]:
+def gather(equation: Any, x: Abstract, index: Abstract) -> Arrays:
     """Return elements at indices; along an axis with an unknown index it may be any of them."""
     dimensions = equation.params["dimension_numbers"]
     is_known = whole(index, index.known)
@@ -304,23 +261,21 @@ def gather(equation: Any, x: Abstract, index: Abstract) -> list[Abstract]:
     return [found.depending(reach)]
 
 
-def dynamic_slice(equation: Any, x: Abstract, *starts: Abstract) -> list[Abstract]:
+def dynamic_slice(equation: Any, x: Abstract, *starts: Abstract) -> Arrays:
     """Return a slice; along an axis with an unknown start it may be any."""
     unsure = [axis for axis, start in enumerate(starts) if not start.known.all()]
     (found,) = movement(equation, x.blurred(unsure), indices=[start.low for start in starts])
     return [found.depending(*[start.reach for start in starts])]
 
 
-def dynamic_update_slice(
-    equation: Any, x: Abstract, update: Abstract, *starts: Abstract
-) -> list[Abstract]:
+def dynamic_update_slice(equation: Any, x: Abstract, update: Abstract, *starts: Abstract) -> Arrays:
     """Return an array with a slice replaced at a known place."""
     if all(start.known.all() for start in starts):
         return movement(equation, x, update, indices=[start.low for start in starts])
     return anything(equation, x, update, *starts)
 
 
-def scatter(equation: Any, x: Abstract, index: Abstract, update: Abstract) -> list[Abstract]:
+def scatter(equation: Any, x: Abstract, index: Abstract, update: Abstract) -> Arrays:
     """Return an array with elements replaced or combined at known places."""
     if not index.known.all():
         return anything(equation, x, index, update)
@@ -328,7 +283,7 @@ def scatter(equation: Any, x: Abstract, index: Abstract, update: Abstract) -> li
     if equation.primitive.name == "scatter":
         old, new = _numbered(x, update)
         (places,) = computed(equation, old, where, new)
-        is_written_once = (places >= x.loose.size).sum() == math.prod(update.shape)
+        is_written_once = (places >= x.low.size).sum() == math.prod(update.shape)
         if is_written_once:
             return [_picked(places, equation.outvars[0].aval, x, update)]
     return _mixture(_scattered, equation, x, index, update)
@@ -340,7 +295,7 @@ Mix = Callable[..., tuple[Fields, Any]]
 """A function of an equation and its operands to the load of each result, and to where it is 0."""
 
 
-def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> list[Abstract]:
+def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> Arrays:
     world = xs[0].world
     if all(x.known.all() for x in xs):
         values = computed(equation, *[whole(x, x.low) for x in xs])
@@ -349,8 +304,7 @@ def _mixture(mix: Mix, equation: Any, *xs: Abstract) -> list[Abstract]:
     results = []
     for variable in equation.outvars:
         x = world.unknown(variable.aval, reach, big > NOWHERE)
-        low, high, loose = (np.where(is_zero, 0, field) for field in (x.low, x.high, x.loose))
-        results.append(x.with_fields([low, high, loose, *x.reach]))
+        results.append(x.with_fields(chosen(is_zero, [0, 0, *x.reach], x.fields)))
     return results
 
 
@@ -393,7 +347,7 @@ def _dot_general(equation: Any, left: Abstract, right: Abstract) -> tuple[Fields
     new_in_left = tuple(range(after_left, after_right))
     new_in_right = tuple(range(after_batch, after_left))
 
-    def arranged(x: Abstract, order: Sequence[int], new_axes: tuple[int, ...]) -> Fields:
+    def arranged(x: Abstract, order: Sequence[int], new_axes: Sequence[int]) -> Fields:
         fields = [*x.load, x.zero]
         return [np.expand_dims(field.transpose(order), new_axes) for field in fields]
 
@@ -457,7 +411,7 @@ def _scattered(equation: Any, x: Abstract, index: Abstract, update: Abstract) ->
     return load, False
 
 
-def anything(equation: Any, *xs: Abstract) -> list[Abstract]:
+def anything(equation: Any, *xs: Abstract) -> Arrays:
     """Return results that depend on everything that any element of any operand depends on."""
     *reach, big = union([[channel.max() for channel in x.load] for x in xs])
     is_random = equation.primitive.name.startswith("random_")
@@ -472,49 +426,32 @@ def _mixing(mix: Mix) -> Rule:
     return functools.partial(_mixture, mix)
 
 
-def _rules() -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
-    by_rule: list[tuple[Rule, Sequence[str]]] = [
-        (elementwise, [*IN_NUMPY, *MONOTONE, *DECISIONS, *OTHER_FUNCTIONS]),
-        (movement, MOVEMENTS),
-        (greater_or_less, named("max min")),
-        (reduced_extreme, named("reduce_max reduce_min reduce_or reduce_and")),
-        (select, named("select_n")),
-        (gather, named("gather")),
-        (dynamic_slice, named("dynamic_slice")),
-        (dynamic_update_slice, named("dynamic_update_slice")),
-        (
-            scatter,
-            named(
-                "scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul"
-            ),
-        ),
-        (_mixing(_reduction), named("reduce_sum reduce_prod argmax argmin")),
-        (_mixing(_cumulative), named("cumsum cumprod cummax cummin cumlogsumexp")),
-        (_mixing(_along_axes), named("sort top_k fft")),
-        (_mixing(_dot_general), named("dot_general")),
-        (_mixing(_convolution), named("conv_general_dilated")),
-        # Random numbers depend on their key alone.
-        (
-            anything,
-            named("random_bits random_seed random_wrap random_unwrap random_fold_in random_split"),
-        ),
-    ]
-    for rule, names in by_rule:
-        rules.update(dict.fromkeys(names, rule))
-    return rules
-
-
-RULES = _rules()
+_NAMES: list[tuple[Rule, str]] = [
+    (elementwise, " ".join([*IN_NUMPY, *MONOTONE, *OTHER_FUNCTIONS])),
+    (select, "select_n"),
+    (extreme, "max min reduce_max reduce_min reduce_or reduce_and"),
+    (movement, " ".join(MOVEMENTS)),
+    (gather, "gather"),
+    (dynamic_slice, "dynamic_slice"),
+    (dynamic_update_slice, "dynamic_update_slice"),
+    (scatter, "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"),
+    (_mixing(_reduction), "reduce_sum reduce_prod argmax argmin"),
+    (_mixing(_cumulative), "cumsum cumprod cummax cummin cumlogsumexp"),
+    (_mixing(_along_axes), "sort top_k fft"),
+    (_mixing(_dot_general), "dot_general"),
+    (_mixing(_convolution), "conv_general_dilated"),
+    # Random numbers depend on their key alone.
+    (
+        anything,
+        "random_bits random_seed random_wrap random_unwrap random_fold_in random_split",
+    ),
+]
+RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 """The rule of each primitive that has one. Programs inside primitives are the interpreter's."""
 SAME = named(
-    "copy copy_p optimization_barrier sharding_constraint stop_gradient pvary device_put name "
-    "mesh_cast"
+    "copy optimization_barrier sharding_constraint reshard stop_gradient pvary device_put name"
 )
 """Primitives that return their operands."""
-CALLS = named(
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr"
-)
+CALLS = named("jit closed_call remat2 custom_jvp_call custom_vjp_call")
 """Primitives that run the program inside as it is. A primitive is not one because it has a program:
 that of a Pallas kernel runs otherwise."""

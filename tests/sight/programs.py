@@ -570,6 +570,9 @@ WRONG: dict[str, Program] = {
     ),
     "one zero in a product of matrices": lambda x: x + np.array([[0.0, 1.0]]) @ x[:, -2:],
     "a logarithm of weights": weighted(lambda s, mask: jnp.log(jax.nn.softmax(s) * mask + 1)),
+    "0 times the logarithm of what may be 0, in float16": lambda x: (
+        x + 0 * jnp.log(jnp.where(x[:, -1:] > 0, jnp.float16(65504), jnp.float16(0)))
+    ),
     "any of the positions": lambda x: jnp.where((x > 1).any(1, keepdims=True), x, -x),
 }
 UNSURE: dict[str, Program] = {

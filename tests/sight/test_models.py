@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +20,7 @@ from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS, preset
 from jgpt.shapes import Known, reads
 
+ROOT = Path(jgpt.__file__).parents[1]
 SIZES = {"lecture": 8, "modern-cpu": 9, "gpt2": 7, "bigram": 5, "shakespeare-best": 6}
 TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 SMALL = jgpt.ModelConfig(vocab_size=11, block_size=8, embed_dim=12, num_heads=3, num_layers=2)
@@ -90,6 +93,19 @@ def test_heads_that_look_ahead_are_not_proven() -> None:
     assert jgpt.prove(
         jgpt.Head(12, 4, rngs=nnx.Rngs(0)), "float32[b t 12]", causal="t", sizes={"t": 5}
     )
+
+
+def test_the_gpt_on_one_page_and_the_model_of_jgpt_new_are_proven() -> None:
+    page = runpy.run_path(str(ROOT / "docs/one_page_gpt.py"))
+    params = page["init_params"](jax.random.key(0), 11, 8, 2, 3, 12)
+    on_one_page = functools.partial(page["gpt"], params)
+    new = runpy.run_path(str(ROOT / "jgpt/cli/commands/new_gpt.py.txt"))
+    config = new["Config"](vocab_size=11, block_size=8, embed_dim=12, num_heads=3, num_layers=2)
+    written = new["GPT"](config, rngs=nnx.Rngs(0))
+
+    for model in (on_one_page, written):
+        proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": range(1, 9)})
+        assert proof, str(proof)
 
 
 # --- other questions -----------------------------------------------------------------------------

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
 
 from jgpt.shapes.interpreter import Known
 from jgpt.shapes.reading import reads
-from jgpt.shapes.reading_rules import CALLS, RULES, SAME
+from jgpt.shapes.reading_rules import CALLS, RULES, SAME, named
 
 TIME = 5
 FEW = 1 << 20
@@ -139,6 +141,42 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: np.array([[1.0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 3, 1]]) @ x,
         [[0, 2], NONE, [3, 4]],
     ),
+    "a maximum with what may be no number": (
+        lambda x: jnp.maximum(jnp.tanh(jnp.log(jnp.where(x > 0, -1.0, 1.0))), 5),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of what may come to 0": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, -1.0, 0.0) + 1),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of a moderate number that is above another": (
+        lambda x: 0 * jnp.log(jnp.maximum(x, 0.5)),
+        [NONE] * TIME,
+    ),
+    "a logarithm of a moderate number that is below another": (
+        lambda x: 0 * jnp.log(jnp.minimum(x, 0.5)),
+        [NONE] * TIME,
+    ),
+    "the size of what is masked or not, as data decides": (
+        lambda x: 0 * jnp.abs(jnp.where(x > 0, -jnp.inf, x)),
+        [[t, t] for t in EACH],
+    ),
+    "a maximum of numbers that are all far below": (
+        lambda x: jnp.maximum(jnp.maximum(far_below(x), -3e7), x[0] - 1.5e7),
+        [[0, 4]],
+    ),
+    "a logarithm of what may be 0 or 4,096": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, 4096.0, 0.0)),
+        [[t, t] for t in EACH],
+    ),
+    "a logarithm of what may be 0 or the greatest number": (
+        lambda x: 0 * jnp.log(jnp.where(x > 0, jnp.float16(65504), jnp.float16(0))),
+        [[t, t] for t in EACH],
+    ),
+    "float16, masked by its least number": (
+        lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x.astype(jnp.float16), -65504)),
+        [[0, 0], [1, 1], NONE, NONE, NONE],
+    ),
     "matrices of what may be infinite": (
         lambda x: np.array([[1.0, 0, 0, 0, 0]]) @ jnp.log(jnp.where(x > 0, 0.0, 1.0)),
         [[0, 4]],
@@ -234,5 +272,29 @@ def test_a_value_that_is_given_as_known_is_used() -> None:
     assert hull(masked, mask) == [[0, 4]]
 
 
-def test_no_rule_is_also_a_call() -> None:
-    assert not set(RULES) & {*SAME, *CALLS}
+WITHOUT_RULE = named(
+    """
+    after_all all_gather all_to_all approx_top_k axis_index call cholesky create_token custom_lin
+    custom_linear_solve eig eigh empty2 eq_to eval_jaxpr get hessenberg householder_product
+    igamma_grad_a le_to lt_to lu pmax pmin polygamma polynomial ppermute psum qr ragged_all_to_all
+    random_gamma reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum
+    reduce_xor regularized_incomplete_beta rng_bit_generator rng_uniform schur select_and_gather_add
+    select_and_scatter select_and_scatter_add svd swap threefry2x32 triangular_solve tridiagonal
+    tridiagonal_solve zeta
+    """
+)
+"""Primitives of JAX 0.10 to 0.12 that let every output depend on every input, and are named."""
+
+
+def test_each_primitive_of_jax_has_a_rule_or_is_known_to_have_none() -> None:
+    inside = {"cond", "scan", "while", "iota"}  # the interpreter's own
+    read = [*RULES, *SAME, *CALLS, *inside]
+    of_jax = {
+        found.name for found in vars(primitives).values() if isinstance(found, core.Primitive)
+    }
+
+    assert len(read) == len(set(read))
+    assert of_jax - set(read) <= set(WITHOUT_RULE), (
+        "decide what a new primitive's results depend on"
+    )
+    assert not set(WITHOUT_RULE) & set(read)
