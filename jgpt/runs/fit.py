@@ -39,7 +39,7 @@ from jgpt.hardware import (
 from jgpt.nn.costs import flops_per_token
 from jgpt.nn.models import LanguageModel, abstract_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
-from jgpt.parallel.processes import raise_in_all_processes, require_same
+from jgpt.parallel.processes import Vote, raise_in_all_processes, require_same
 from jgpt.parallel.rules import abstract_arrays, shardings
 from jgpt.runs.directory import LOSS_PICTURE, RUNS, SAMPLES, RunDirectory
 from jgpt.runs.initial import (
@@ -72,8 +72,10 @@ from jgpt.training.step import StepsWithArrays
 from jgpt.user_code import code_facts, custom_code, describe_error, files_of_code, with_code
 from jgpt.words import format_bytes
 
-SECONDS_PER_CALL = 10.0
-"""The longest call of steps, so that a signal is answered within that."""
+SECONDS_PER_CALL = 0.5
+"""The longest call of several steps: as often a signal is answered and a display moves."""
+SECONDS_PER_STEP = 0.5
+"""The time that a step is expected to take until one was measured."""
 LONGEST_PROOF = 1024
 """At this length a proof of a small model takes 3 s of a processor and 430 MiB, at 256 0.7 s."""
 
@@ -478,12 +480,12 @@ def _train(
             first = prepared.initial.step
             init = functools.partial(load_state, prepared.initial, config)
     specs = state_specs(config)
-    state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
-    # Committed to its devices, as the compiled steps return it.
-    state = jax.device_put(state, shardings(specs))
-    is_new = step == first
-    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
-    with opened as trackers:
+    is_new = run.last_step() is None
+    with Trackers.opened(config, run.path, is_new=is_new, warn=progress.warned) as trackers:
+        # Only now, with open trackers: it deletes a run that is overwritten.
+        state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
+        # Committed to its devices, as the compiled steps return it.
+        state = jax.device_put(state, shardings(specs))
         progress.started(config, prepared.dataset, state["model"], step, run.path)
         loop = _Loop(run, prepared, train_steps, state, step, progress, trackers, should_stop)
         loop.run_to_end()
@@ -521,7 +523,9 @@ class _Loop:
         self.evaluator = Evaluator(self.config, held_out, parameters, targets=targets)
         self.taken = jax.device_put(np.int32(step), shardings(jax.sharding.PartitionSpec()))
         self.unread: tuple[int, int, Any] | None = None  # first step, count and metrics of a call
-        self.steps_per_second: float | None = None
+        self.seconds_per_step = SECONDS_PER_STEP  # of the slowest process
+        self.measured = SECONDS_PER_STEP  # of this one
+        self.vote = Vote()
         self.peak = _peak_tokens_per_second(self.config)
         self.clock = time.monotonic()
         run.report = self._report
@@ -581,15 +585,13 @@ class _Loop:
         """Return the number of steps in the next call, at most to the next evaluation."""
         config = self.config
         interval = config.eval_interval
-        most = config.steps_per_call
-        if process_count() == 1:
-            # Only in a single process, since others lack this clock and display and must take equal
-            # steps.
-            most = min(most, self.progress.most_steps or most)
-            if self.steps_per_second is not None:
-                most = min(most, max(1, int(SECONDS_PER_CALL * self.steps_per_second)))
+        # All processes take equal steps; their slowest time is known one call late.
+        if microseconds := self.vote(int(1e6 * self.measured)):
+            self.seconds_per_step = microseconds / 1e6
+        affordable = max(1, int(SECONDS_PER_CALL / self.seconds_per_step))
         pauses = [(self.step // interval + 1) * interval, interval // 8, config.steps]
-        return min(most, *(step - self.step for step in pauses if step > self.step))
+        until_pause = [step - self.step for step in pauses if step > self.step]
+        return min(config.steps_per_call, affordable, *until_pause)
 
     def _read(self, call: tuple[int, int, Any]) -> None:
         """Log the metrics of a call. Raises FloatingPointError for a step that is not finite."""
@@ -619,9 +621,9 @@ class _Loop:
     def _measurements(self, step: int, count: int) -> dict[str, float]:
         """Return the measurements of a call, which only the line of its last step has."""
         now = time.monotonic()
-        self.steps_per_second = count / max(now - self.clock, 1e-9)
+        self.measured = max(now - self.clock, 1e-6) / count
         self.clock = now
-        speed = self.steps_per_second * self.tokens_per_step
+        speed = self.tokens_per_step / self.measured
         measured: dict[str, float] = {
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": round(speed, 1),
