@@ -31,8 +31,8 @@ import jax
 import numpy as np
 
 from jgpt.config import TrainConfig
-from jgpt.data.dataset import Dataset
-from jgpt.data.encode import Tokenizer, is_same_vocabulary
+from jgpt.data.dataset import Dataset, require_same_text, require_same_tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.fields import to_json
 from jgpt.files import append, locked, make_directory, sha256_of, write_file
 from jgpt.generation.text import Texts, generate_text
@@ -61,7 +61,7 @@ from jgpt.runs.directory import (
 from jgpt.runs.provenance import known_digest, provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code, custom_code, require_code, with_code
+from jgpt.user_code import changed_code, custom_code, require_all_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -174,8 +174,8 @@ class OpenRun:
         self.facts: dict[str, Any] = {}
         """What the provenance of this start records beside what it always has."""
         self._directory = RunDirectory(path)
-        self._resume = resume
-        self._overwrite = overwrite
+        self.resume = resume
+        self.overwrite = overwrite
         self._code = code
         self._writes = process_index() == 0
         self._inode: int | None = None
@@ -272,9 +272,9 @@ class OpenRun:
                 )
             return
         self._directory.config()  # raises for a config.json of another program, which stays
-        if self._resume and self._directory.checkpoint_steps():
+        if self.resume and self._directory.checkpoint_steps():
             self._require_same()
-        elif self._directory.has_trained() and not (self._resume or self._overwrite):
+        elif self._directory.has_trained() and not (self.resume or self.overwrite):
             raise FileExistsError(
                 f"{self.path} already exists: `resume=True` continues it, `overwrite=True` starts "
                 "again"
@@ -283,26 +283,15 @@ class OpenRun:
     def _require_same(self) -> None:
         # with the fields of config classes of one's own
         saved = with_code(self._directory.config(), **custom_code(self.config))
-        for part, make in custom_code(saved).items():
-            if make is not None:
-                require_code(make, part)
+        require_all_code(saved)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
         digest = known_digest(self._directory.provenance())
-        if digest is not None and digest != self.dataset.digest:
-            raise ValueError(
-                f"`data={self.config.dataset.data!r}` has other tokens than {self.path} was "
-                f"trained on (SHA-256 {self.dataset.digest[:12]}…, not {digest[:12]}…): give the "
-                "run's text, or train a new run"
-            )
-        if not is_same_vocabulary(self._directory.tokenizer(), self.dataset.tokenizer):
-            raise ValueError(
-                f"the dataset has another tokenizer than {self.path}: make it with that one, as in "
-                "Dataset.from_tokens(tokens, tokenizer=tokenizer)"
-            )
+        require_same_text(self.dataset, self.config.dataset, digest)
+        require_same_tokenizer(str(self.path), self._directory.tokenizer(), self.dataset)
 
     def changed_code(self) -> list[str]:
         """Return a line for each file of one's own that has changed since the run began."""
-        if not (self._resume and RunDirectory.exists(self.path)):
+        if not (self.resume and RunDirectory.exists(self.path)):
             return []
         lines = changed_code(self._directory.config(), self.config)
         for file in self._code:
@@ -349,7 +338,7 @@ class OpenRun:
         """Return the step of the checkpoint that `restore` continues from; None for a new run."""
         last = None
         with raise_in_all_processes():
-            if self._writes and self._resume:
+            if self._writes and self.resume:
                 last = max(self._directory.checkpoint_steps(), default=None)
         return gather(last)[0]
 

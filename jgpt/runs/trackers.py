@@ -133,7 +133,9 @@ class _TensorBoard:
     def log(self, values: dict[str, Any], step: int) -> None:
         """Write an event for each value."""
         if self._writer is None:
-            self._start(step)
+            self._writer = self._opened()
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step, session_log=start)
         for field, value in values.items():
             self._write(step, summary=self._scalar(field, value))
         self._writer.flush()
@@ -143,13 +145,11 @@ class _TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def _start(self, step: int) -> None:
+    def _opened(self) -> Any:
         self._folder.mkdir(exist_ok=True)
         # A run may stop and resume within the second that is the name of its file.
-        self._writer = self._files.EventsWriter(
-            str(self._folder / "events"), f".{secrets.token_hex(4)}"
-        )
-        self._write(step, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
+        suffix = f".{secrets.token_hex(4)}"
+        return self._files.EventsWriter(str(self._folder / "events"), suffix)
 
     def _write(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event.Event(step=step, wall_time=time.time(), **content))
