@@ -23,6 +23,8 @@ from jgpt.runs.directory import steps_in
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
+OF_A_VARIABLE = jax.tree_util.GetAttrKey("value")
+"""The last part of a path in an `nnx.State`. A parameter that is called so has another key."""
 WAITED_FOR = 256 << 20
 """The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
 
@@ -292,8 +294,10 @@ def _by_path(tree: Any) -> dict[str, Any]:
     """
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
+        if path and path[-1] == OF_A_VARIABLE:
+            path = path[:-1]
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        leaves[name.removesuffix(".value") or "value"] = leaf  # a mere array has no path
+        leaves[name or "array"] = leaf  # a mere array has no path
     return leaves
 
 
