@@ -150,6 +150,13 @@ def require_code(make: Make, what: str) -> Callable[..., Any]:
     return make
 
 
+def require_all_code(config: TrainConfig) -> None:
+    """Raise ValueError for custom code of which a config has only a record."""
+    for part, make in custom_code(config).items():
+        if make is not None:
+            require_code(make, part)
+
+
 def with_code(
     config: TrainConfig,
     model: Make | str = None,

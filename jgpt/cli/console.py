@@ -30,7 +30,6 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.runs.progress import Progress as TrainingProgress
 from jgpt.words import counted
 
-SECONDS_PER_MOVE = 0.5  # of the bar, if a step takes less
 BAR_WIDTH = 40
 EVALUATE = "evaluate"
 """The task whose bar stands in the place of the steps' during a long evaluation."""
@@ -74,10 +73,6 @@ class ConsoleProgress(TrainingProgress):
         self.evaluation = None
         self.out = None
         self.reader_left = False
-        self.most_steps = None
-        if console.is_terminal:
-            self.most_steps = 1  # a first move of the bar, from which the speed is known
-        self.tokens_per_step = 1
         self.validation = ""
         self.details = ""
         self.last_line = console.get_time()
@@ -105,34 +100,30 @@ class ConsoleProgress(TrainingProgress):
         """Print model and data, and start the bar."""
         parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
         self.out = out
-        self.tokens_per_step = config.batch_size * config.model.block_size
         dimensions = weight_dimensions(config.model)
         lines = describe_run(config, parameters, len(dataset.train), len(dataset.validation))
         lines += describe_optimizer(config.optimizer, weights, dimensions)
         lines += describe_objective(config)
-        lines.append(self._describe_start(config, step))
+        lines.append(self._describe_start(config, step, out))
         self.say(*lines)
         self.steps = self.bar.add_task("train", total=config.steps, completed=step, details="")
         self.spinner.update("compiling")
         self.spinner.start()
 
-    def _describe_start(self, config: TrainConfig, step: int) -> str:
-        if step == 0:
-            return f"{counted(config.steps, 'step')} of {describe_batch(config)} into {self.out}"
+    def _describe_start(self, config: TrainConfig, step: int, out: Path) -> str:
         where = f"step {step} of {config.steps}"
+        if step == 0 or not RunDirectory(out).checkpoint_steps():
+            line = f"{counted(config.steps - step, 'step')} of {describe_batch(config)} into {out}"
+            return f"{line}, from {where}" if step else line
         if step == config.steps:
-            return f"finished at {where} already: {self.out}; --steps trains it further"
-        return f"resumed at {where}: {self.out}"
+            return f"finished at {where} already: {out}; --steps trains it further"
+        return f"resumed at {where}: {out}"
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Move the bar; without one, print a line now and then."""
         self.details = f"loss {loss:.3f}"
         if tokens_per_second is not None:
             self.details += f"  {tokens_per_second:,.0f} tokens/s"
-        if self.most_steps is not None and tokens_per_second is not None:
-            # fewer steps in a call, or the bar would stand still for a call of hundreds
-            steps = SECONDS_PER_MOVE * tokens_per_second / self.tokens_per_step
-            self.most_steps = max(1, int(steps))
         self.spinner.stop()  # a console shows either the spinner or the bar
         self._move_bar(step)
         self.bar.start()

@@ -180,12 +180,26 @@ def require_usable(
     dataset: Dataset, config: DataConfig, block_size: int, digest: str | None = None
 ) -> None:
     """Raise ValueError if a dataset is too short, or has another `digest` than that of a run."""
-    if digest is not None and digest != dataset.digest:
-        raise _another_text(config, f"SHA-256 {dataset.digest[:12]}…, not {digest[:12]}…")
+    require_same_text(dataset, config, digest)
     _require_a_block("the training split", dataset.train, block_size)
     _require_a_block("the validation split", dataset.validation, block_size)
     if config.test_fraction > 0 or len(dataset.test) > 0:
         _require_a_block("the test split", dataset.test, block_size)
+
+
+def require_same_text(dataset: Dataset, config: DataConfig, digest: str | None) -> None:
+    """Raise ValueError if a dataset has another `digest` than that of a run."""
+    if digest is not None and digest != dataset.digest:
+        raise _another_text(config, f"SHA-256 {dataset.digest[:12]}…, not {digest[:12]}…")
+
+
+def require_same_tokenizer(owner: str, tokenizer: Tokenizer, dataset: Dataset) -> None:
+    """Raise ValueError for a dataset that another tokenizer made than that of a run or weights."""
+    if not is_same_vocabulary(tokenizer, dataset.tokenizer):
+        raise ValueError(
+            f"the dataset has another tokenizer than {owner}: make it with that one, as in "
+            "Dataset.from_tokens(tokens, tokenizer=tokenizer)"
+        )
 
 
 def _another_text(config: DataConfig, reason: str) -> ValueError:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jgpt.files import sha256_of, sync_below, sync_directory, write_file
 from jgpt.machine import process_index
@@ -24,6 +23,8 @@ from jgpt.runs.directory import steps_in
 
 Which = Literal["best", "last"] | int
 """A checkpoint by validation loss, by age, or by step."""
+OF_A_VARIABLE = jax.tree_util.GetAttrKey("value")
+"""The last part of a path in an `nnx.State`. A parameter that is called so has another key."""
 WAITED_FOR = 256 << 20
 """The size of a state on a CPU, in bytes, from which waiting for a save beats a second state."""
 
@@ -49,7 +50,7 @@ class Checkpoints:
         self.wait()
         began = time.monotonic()
         # Orbax refuses a part without arrays, such as the state of plain SGD.
-        parts = {name: _as_saved(tree) for name, tree in state.items() if jax.tree.leaves(tree)}
+        parts = {name: _by_path(tree) for name, tree in state.items() if jax.tree.leaves(tree)}
         facts: dict[str, Any] = {"validation_loss": validation_loss, "parts": sorted(state)}
         try:
             with _orbax_context():
@@ -185,20 +186,13 @@ def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[i
     ValueError if it is damaged or of another model.
     """
     while True:
-        steps_before = steps_in(folder)
+        steps = steps_in(folder)
         step = choose(folder, which)
         try:
-            return step, _load(folder / str(step), like)
-        except (ValueError, OSError) as error:
-            if not set(steps_before) <= set(steps_in(folder)):
-                continue
-            if _is_intact(folder / str(step)):
-                raise  # of another model: another checkpoint would be, too
-            others = [other for other in steps_before if other != step]
-            advice = "the run has no other checkpoint"
-            if others:
-                advice = f"delete {folder / str(step)} to use checkpoint {others[-1]}"
-            raise ValueError(f"{error}; {advice}") from error
+            return step, _load(folder.resolve() / str(step), like)
+        except (ValueError, OSError):
+            if set(steps) <= set(steps_in(folder)):
+                raise
 
 
 def parts_of(folder: Path, step: int) -> list[str]:
@@ -209,7 +203,6 @@ def parts_of(folder: Path, step: int) -> list[str]:
 def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
-    path = path.resolve()
     if process_index() == 0:
         _verify(path)
     saved = _facts_of(path)["parts"]
@@ -219,11 +212,11 @@ def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     wanted = {}
     for name, tree in like.items():
         if jax.tree.leaves(tree):
-            wanted[name] = _on_default_device(_as_saved(tree))
+            wanted[name] = _on_default_device(_by_path(tree))
     try:
         metadata = ocp.checkpointables_metadata(str(path)).metadata
-        for name, tree in wanted.items():
-            _require_dtypes(name, metadata[name], tree)
+        for name, leaves in wanted.items():
+            _require_dtypes(name, metadata[name], leaves)
         with _orbax_context():
             loaded = ocp.load_checkpointables(str(path), wanted)
     except Exception as error:  # Orbax raises many kinds
@@ -233,35 +226,29 @@ def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
         ) from error
     state = {}
     for name, tree in like.items():
-        state[name] = tree
-        if name in wanted:
-            state[name] = _as_given(loaded[name], tree)
+        leaves = [loaded[name][path_of_leaf] for path_of_leaf in _by_path(tree)]
+        state[name] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return state
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError naming the first file that is missing or damaged."""
+    """Raise ValueError naming the first file that is missing or damaged, and what to do."""
     sums = _sums_of(path)
     if not sums.is_file():
         return  # killed right after Orbax had named the complete folder
+    advice = "the run has no other checkpoint"
+    if others := [step for step in steps_in(path.parent) if str(step) != path.name]:
+        advice = f"delete {path} to use checkpoint {others[-1]}"
     try:
         digests = json.loads(sums.read_text()).items()
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{sums} is damaged") from error
+        raise ValueError(f"{sums} is damaged; {advice}") from error
     for name, digest in digests:
         file = path / name
         if not file.is_file():
-            raise ValueError(f"{file} is missing")
+            raise ValueError(f"{file} is missing; {advice}")
         if sha256_of(file) != digest:
-            raise ValueError(f"{file} is damaged: its SHA-256 does not match")
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        _verify(path)
-    except (ValueError, OSError):
-        return False
-    return _sums_of(path).is_file()
+            raise ValueError(f"{file} is damaged: its SHA-256 does not match; {advice}")
 
 
 def _sums_of(folder: Path) -> Path:
@@ -289,62 +276,32 @@ def _orbax_context() -> Any:
         yield
 
 
-def _require_dtypes(name: str, saved: Any, tree: Any) -> None:
+def _require_dtypes(part: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raise ValueError for arrays of another dtype, which Orbax would cast without a word."""
-    theirs = _dtypes_by_path(saved)
-    for path, dtype in _dtypes_by_path(tree).items():
-        if theirs.get(path, dtype) != dtype:
-            raise ValueError(f"{name}{path} is {theirs[path]}, not {dtype}")
-
-
-def _dtypes_by_path(tree: Any) -> dict[str, str]:
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None:
-            continue
+    for name, leaf in wanted.items():
+        dtype = leaf.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             dtype = np.dtype("uint32")  # a typed key is saved as its numbers
-        words = [re.findall(r"\w+", str(part)) for part in path]
-        found["".join(f".{word[-1]}" for word in words if word)] = str(dtype)
-    return found
+        if name in saved and saved[name].dtype != dtype:
+            raise ValueError(f"{part}.{name} is {saved[name].dtype}, not {dtype}")
 
 
-def _as_saved(tree: Any) -> Any:
-    """Return a tree as Orbax saves it: dicts for `nnx.State`s, and for a mere array."""
+def _by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, as Orbax saves them.
 
-    def plain(node: Any) -> Any:
-        if isinstance(node, nnx.State):
-            return nnx.to_pure_dict(node)
-        return node
-
-    if jax.tree_util.all_leaves([tree]):
-        return {"value": tree}
-    return jax.tree.map(plain, tree, is_leaf=_is_nnx_state)
-
-
-def _as_given(loaded: Any, like: Any) -> Any:
-    """Return loaded arrays in the structure of `like`."""
-    if jax.tree_util.all_leaves([like]):
-        return loaded["value"]
-    # Orbax returns dicts and lists in place of tuples, but all leaves in their order.
-    saved = jax.tree.unflatten(jax.tree.structure(_as_saved(like)), jax.tree.leaves(loaded))
-
-    def given(node: Any, of_node: Any) -> Any:
-        if not _is_nnx_state(node):
-            return of_node
-        state = jax.tree.map(lambda leaf: leaf, node)  # a copy
-        nnx.replace_by_pure_dict(state, of_node)
-        return state
-
-    return jax.tree.map(given, like, saved, is_leaf=_is_nnx_state)
+    Orbax itself would return lists in place of tuples. An `nnx.State` has the paths of the dict of
+    its values.
+    """
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if path and path[-1] == OF_A_VARIABLE:
+            path = path[:-1]
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves[name or "array"] = leaf  # a mere array has no path
+    return leaves
 
 
-def _is_nnx_state(node: Any) -> bool:
-    return isinstance(node, nnx.State)
-
-
-def _on_default_device(tree: Any) -> Any:
+def _on_default_device(leaves: dict[str, Any]) -> dict[str, Any]:
     """Return abstract arrays that all have a sharding, without which nothing is restored."""
     default = jax.device_put(0).sharding
 
@@ -352,7 +309,7 @@ def _on_default_device(tree: Any) -> Any:
         sharding = getattr(leaf, "sharding", None) or default
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, tree)
+    return jax.tree.map(placed, leaves)
 
 
 def _bytes_on_cpu(state: Any) -> int:

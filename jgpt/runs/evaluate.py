@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Integer
 
-from jgpt.config import DataConfig
 from jgpt.data.characters import NumberTokenizer
 from jgpt.data.dataset import Dataset, load_dataset, load_text, require_usable
-from jgpt.data.encode import Tokenizer, count_characters
+from jgpt.data.encode import count_characters
 from jgpt.fields import Make
 from jgpt.machine import this_machine
 from jgpt.nn.loss import bits_per_character
@@ -60,13 +58,13 @@ def evaluate(
     """Compute the exact loss of a run's model on a split, or on another text.
 
     `run` is a run directory or a `Run`. The loss is over the whole split, even if the run's
-    `eval_tokens` is smaller. `data` names
-    another text, as in a `DataConfig`: all of it is evaluated, with the run's tokenizer, and read
-    as the run's text was. `data_field` is its field or column, by default that of the run. A run
-    that was trained on a `dataset` needs it again. A run of a custom model or a tokenizer of the
-    user's own needs the `model` or the `tokenizer` again. The text is evaluated in windows of
-    `window` tokens, at most `block_size`. Raises ValueError for a split that the run does not have,
-    a longer window, or a text that the tokenizer can't encode, and the errors of `load`.
+    `eval_tokens` is smaller. `data` names another text, as in a `DataConfig`: all of it is
+    evaluated, with the run's tokenizer, and read as the run's text was. `data_field` is its field
+    or column, by default that of the run. A run that was trained on a `dataset` needs it again. A
+    run of a custom model or a tokenizer of the user's own needs the `model` or the `tokenizer`
+    again. The text is evaluated in windows of `window` tokens, at most `block_size`. Raises
+    ValueError for a split that the run does not have, a longer window, or a text that the tokenizer
+    can't encode, and the errors of `load`.
     """
     progress = progress or Progress()
     if isinstance(run, Run):
@@ -85,19 +83,25 @@ def evaluate(
         )
         tokens = load_text(other, used_tokenizer, warn=progress.warned, progress=progress.tokenized)
     elif dataset is None:
-        loaded_data = _load_known(lines, config.dataset, size, used_tokenizer, progress)
-        tokens = _tokens_of(loaded_data, split, opened.path)
+        known = load_dataset(
+            config.dataset,
+            size,
+            tokenizer=used_tokenizer,
+            digest=known_digest(lines),
+            warn=progress.warned,
+            progress=progress.tokenized,
+        )
+        tokens = _tokens_of(known, split, opened.path)
     else:
         require_usable(dataset, config.dataset, size, known_digest(lines))
         tokens = _tokens_of(dataset, split, opened.path)
-    # The evaluator takes the length of its windows from the config; the weights stay unchanged.
-    config = replace(config, model=replace(config.model, block_size=size))
+    # All targets, in windows of this size; the weights stay unchanged.
+    config = replace(config, model=replace(config.model, block_size=size), eval_tokens=None)
     weights = nnx.to_pure_dict(nnx.state(loaded))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
     # on the mesh that is set, and not on that of the training
     machine = replace(this_machine(), devices=1)
     decided = complete(replace(config, mesh=None), machine)
-    evaluator = Evaluator(decided, tokens, parameters)
+    evaluator = Evaluator(decided, tokens)
     loss = evaluator.mean(weights, progress.evaluating)
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss of {opened.path} is {loss}: it has diverged")
@@ -126,24 +130,6 @@ def _other_data(data: str | tuple[str, ...], split: str) -> tuple[str, ...]:
     if data and split == "test":
         raise ValueError(f"give `data` or `split={split!r}`, not both")
     return data
-
-
-def _load_known(
-    lines: list[dict[str, Any]],
-    config: DataConfig,
-    block_size: int,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> Dataset:
-    """Load the data that the run was trained on."""
-    return load_dataset(
-        config,
-        block_size,
-        tokenizer=tokenizer,
-        digest=known_digest(lines),
-        warn=progress.warned,
-        progress=progress.tokenized,
-    )
 
 
 @typed

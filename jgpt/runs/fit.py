@@ -20,9 +20,15 @@ import numpy as np
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.data.batches import batches, resident
 from jgpt.data.characters import OwnTokenizer, UnencodableText
-from jgpt.data.dataset import GIVEN, Dataset, load_dataset, require_usable
+from jgpt.data.dataset import (
+    GIVEN,
+    Dataset,
+    load_dataset,
+    require_same_tokenizer,
+    require_usable,
+)
 from jgpt.data.encode import Tokenizer
-from jgpt.fields import Code, Make
+from jgpt.fields import Make
 from jgpt.files import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
@@ -39,19 +45,17 @@ from jgpt.machine import (
 from jgpt.nn.costs import flops_per_token
 from jgpt.nn.models import LanguageModel, abstract_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
-from jgpt.parallel.processes import raise_in_all_processes, require_same
+from jgpt.parallel.processes import Vote, raise_in_all_processes, require_same
 from jgpt.parallel.rules import abstract_arrays, shardings
 from jgpt.runs.directory import LOSS_PICTURE, RUNS, SAMPLES, RunDirectory
 from jgpt.runs.initial import (
     Initial,
-    load_state,
     named_fields,
     read_initial,
     require_fitting,
     require_named_tokenizer,
-    require_same_moments,
-    require_same_tokenizer,
     require_trainable,
+    with_moments,
 )
 from jgpt.runs.load import load
 from jgpt.runs.progress import Progress, default_progress, draw_losses
@@ -62,18 +66,26 @@ from jgpt.runs.trackers import Trackers, require_tracker
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 from jgpt.training.complete import complete, require_memory
-from jgpt.training.evaluation import Evaluator, targets_of
+from jgpt.training.evaluation import Evaluator
 from jgpt.training.memory import lower_steps, memory_of
 from jgpt.training.objective import objective_of
 from jgpt.training.placement import bytes_of, parameters_without_names
 from jgpt.training.plan import Plan, make_plan, with_process_memory
 from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
 from jgpt.training.step import StepsWithArrays
-from jgpt.user_code import code_facts, custom_code, describe_error, files_of_code, with_code
+from jgpt.user_code import (
+    code_facts,
+    describe_error,
+    files_of_code,
+    require_all_code,
+    with_code,
+)
 from jgpt.words import format_bytes
 
-SECONDS_PER_CALL = 10.0
-"""The longest call of steps, so that a signal is answered within that."""
+SECONDS_PER_CALL = 1.0
+"""The longest call of several steps: as often a signal is answered and a display moves."""
+SECONDS_PER_STEP = 0.5
+"""The time that a step is expected to take until one was measured."""
 LONGEST_PROOF = 1024
 """At this length a proof of a small model takes 3 s of a processor and 430 MiB, at 256 0.7 s."""
 
@@ -147,20 +159,12 @@ def fit(
             should_stop=should_stop,
         )
     # From here on all processes compute together, and would wait for ever for a missing one.
-    require_same(_shared_facts(prepared, resume=resume, overwrite=overwrite))
-    with use_mesh(prepared.trained.mesh):
+    require_same(_shared_facts(prepared))
+    with use_mesh(prepared.config.mesh):
         train_steps = _compiled_steps(prepared)
-        run = Run.start(
-            prepared.out,
-            prepared.recorded,
-            prepared.dataset,
-            resume=resume,
-            overwrite=overwrite,
-            code=files_of_code(config),
-        )
-        with run:
-            _train(run, prepared, train_steps, shown, should_stop)
-        return _finish(run, prepared, shown)
+        with prepared.run:
+            _train(prepared, train_steps, shown, should_stop)
+        return _finish(prepared.run, shown)
 
 
 def plan(
@@ -185,8 +189,8 @@ def plan(
         overwrite=overwrite,
         progress=progress or Progress(),
     )
-    with use_mesh(prepared.trained.mesh):
-        made = make_plan(prepared.trained, prepared.dataset, prepared.out)
+    with use_mesh(prepared.config.mesh):
+        made = make_plan(prepared.config, prepared.run.dataset, prepared.run.path)
     # The memory is that of this machine, whatever the planned platform is.
     if current_platform().name != "cpu":
         return made
@@ -207,17 +211,15 @@ def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Pr
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start: its config is complete and its text is open."""
+    """A run that can start: its text is open, and its config is complete."""
 
-    out: Path
-    recorded: TrainConfig
-    """The config of the run's folder, with which it is resumed on any machine."""
-    trained: TrainConfig
-    """The same one, complete for this machine."""
-    dataset: Dataset
+    run: OpenRun
+    config: TrainConfig
+    """That of the run, and what this machine decides, which the run doesn't record."""
     machine: Machine
-    initial: Initial | None
-    with_optimizer: bool
+    init: Callable[[], State]
+    first: int
+    """The state and the step with which a new run begins."""
 
 
 def prepare(
@@ -235,18 +237,11 @@ def prepare(
 
     Raises ValueError or OSError if the run can't start, and StoppedBeforeTraining.
     """
-    if resume and overwrite:
-        raise ValueError("give `resume=True` or `overwrite=True`, not both")
     if resume and config.out is None:
         raise ValueError("`resume=True` needs the run's `out=DIRECTORY`")
     for name in config.trackers:
         require_tracker(name)
-    for part, make in custom_code(config).items():
-        if isinstance(make, Code):
-            raise ValueError(
-                f"the run's {part} is {make.named}, which a run never loads by itself: give "
-                f"`{part}={make.named!r}`"
-            )
+    require_all_code(config)
     out = Path(config.out or _unused_path(config.name))
     saved = None
     if resume and RunDirectory.exists(out) and RunDirectory(out).checkpoint_steps():
@@ -285,17 +280,22 @@ def prepare(
     trained = complete(config, machine)
     # A run keeps the dtype that it began with: its losses would not continue in another one.
     recorded = replace(config, model=replace(model, dtype=trained.model.dtype))
+    code = files_of_code(config)
+    run = Run.start(out, recorded, dataset, resume=resume, overwrite=overwrite, code=code)
+    run.facts = machine_choices(trained)
     require_parameters_only(abstract_model(trained.model))
     require_trainable(recorded)
+    first = 0
+    init = functools.partial(init_state, trained)
     if weights is not None:
         require_fitting(weights, recorded)
+        run.facts["initial"] = weights.source
+        init = functools.partial(init_state, trained, weights.arrays)
     if with_optimizer and saved is None:
-        if weights is None:
-            raise ValueError("`with_optimizer=True` needs `initial=RUN@STEP`")
-        require_same_moments(weights, trained)
+        first, init = with_moments(weights, trained)
     _require_disk(trained, out)
     _warn(trained, progress, is_new=saved is None)
-    return Prepared(out, recorded, trained, dataset, machine, weights, with_optimizer)
+    return Prepared(run, trained, machine, init, first)
 
 
 def _unused_path(name: str) -> Path:
@@ -337,8 +337,7 @@ def _load_text(
     should_stop: Callable[[], bool],
 ) -> Dataset:
     """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
-    tokenizer = None
-    known = None
+    tokenizer = known = None
     if saved is not None:
         tokenizer = saved.tokenizer()
         known = known_digest(saved.provenance())
@@ -346,14 +345,11 @@ def _load_text(
         require_named_tokenizer(f"`out={str(saved.path)!r}`", tokenizer, named)
     elif weights is not None:
         tokenizer = weights.tokenizer
-    stop_is_asked = False
 
     def tokenized(fraction: float) -> None:
-        nonlocal stop_is_asked
         progress.tokenized(fraction)
         # Several processes would have to agree, which they do only between steps.
         if process_count() == 1 and should_stop():
-            stop_is_asked = True
             raise KeyboardInterrupt  # the tokens so far are kept
 
     try:
@@ -366,7 +362,7 @@ def _load_text(
             progress=tokenized,
         )
     except KeyboardInterrupt:
-        if stop_is_asked:
+        if should_stop():
             raise StoppedBeforeTraining(out) from None
         raise
 
@@ -430,13 +426,13 @@ def _describe_sight(config: ModelConfig) -> str | None:
     )
 
 
-def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+def _shared_facts(prepared: Prepared) -> dict[str, Any]:
     """Return the facts that must be equal in all processes of a run, by their names in messages."""
-    facts: dict[str, Any] = dict(fields_of(prepared.trained))
-    facts |= code_facts(prepared.trained)
-    facts["resume"] = resume
-    facts["overwrite"] = overwrite
-    facts["tokens_sha256"] = prepared.dataset.digest
+    facts: dict[str, Any] = dict(fields_of(prepared.config))
+    facts |= code_facts(prepared.config)
+    facts["resume"] = prepared.run.resume
+    facts["overwrite"] = prepared.run.overwrite
+    facts["tokens_sha256"] = prepared.run.dataset.digest
     # Another version of JAX may compute other numbers.
     facts |= versions()
     return facts
@@ -447,7 +443,7 @@ def _shared_facts(prepared: Prepared, *, resume: bool, overwrite: bool) -> dict[
 
 def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
-    config = prepared.trained
+    config = prepared.config
     compiled = lower_steps(config).compile()
     release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, prepared.machine)
@@ -458,34 +454,26 @@ def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
 
 
 def _train(
-    run: OpenRun,
     prepared: Prepared,
     train_steps: Callable[..., Any],
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
     """Train to the end, or until the losses stop falling."""
-    config = prepared.trained
+    run = prepared.run
+    config = prepared.config
     for line in run.changed_code():
         progress.warned(line)
-    run.facts = machine_choices(config)
-    first = 0
-    init = functools.partial(init_state, config)
-    if prepared.initial is not None:
-        run.facts["initial"] = prepared.initial.source
-        init = functools.partial(init_state, config, prepared.initial.arrays)
-        if prepared.with_optimizer:
-            first = prepared.initial.step
-            init = functools.partial(load_state, prepared.initial, config)
     specs = state_specs(config)
-    state, step = run.restore(init, abstract_arrays(abstract_state(config), specs), first)
-    # Committed to its devices, as the compiled steps return it.
-    state = jax.device_put(state, shardings(specs))
-    is_new = step == first
-    opened = Trackers.opened(config, run.path, step, is_new=is_new, warn=progress.warned)
-    with opened as trackers:
-        progress.started(config, prepared.dataset, state["model"], step, run.path)
-        loop = _Loop(run, prepared, train_steps, state, step, progress, trackers, should_stop)
+    like = abstract_arrays(abstract_state(config), specs)
+    is_new = run.last_step() is None
+    with Trackers.opened(config, run.path, is_new=is_new, warn=progress.warned) as trackers:
+        # Only now, with open trackers: it deletes a run that is overwritten.
+        state, step = run.restore(prepared.init, like, prepared.first)
+        # Committed to its devices, as the compiled steps return it.
+        state = jax.device_put(state, shardings(specs))
+        progress.started(config, run.dataset, state["model"], step, run.path)
+        loop = _Loop(run, config, train_steps, state, step, progress, trackers, should_stop)
         loop.run_to_end()
 
 
@@ -495,7 +483,7 @@ class _Loop:
     def __init__(
         self,
         run: OpenRun,
-        prepared: Prepared,
+        config: TrainConfig,
         train_steps: Callable[..., Any],
         state: State,
         step: int,
@@ -504,25 +492,23 @@ class _Loop:
         should_stop: Callable[[], bool],
     ) -> None:
         self.run = run
-        self.config = prepared.trained
+        self.config = config
         self.train_steps = train_steps
         self.state = state
         self.step = step
         self.progress = progress
         self.trackers = trackers
         self.should_stop = should_stop
-        self.tokens = resident(prepared.dataset.train)
-        self.key = dropout_stream(self.config.seed)
-        self.tokens_per_step = self.config.batch_size * self.config.model.block_size
-        held_out = prepared.dataset.validation
-        weights = abstract_state(self.config)["model"]
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
-        targets = targets_of(self.config, len(held_out))
-        self.evaluator = Evaluator(self.config, held_out, parameters, targets=targets)
+        self.tokens = resident(run.dataset.train)
+        self.key = dropout_stream(config.seed)
+        self.tokens_per_step = config.batch_size * config.model.block_size
+        self.evaluator = Evaluator(config, run.dataset.validation)
         self.taken = jax.device_put(np.int32(step), shardings(jax.sharding.PartitionSpec()))
         self.unread: tuple[int, int, Any] | None = None  # first step, count and metrics of a call
-        self.steps_per_second: float | None = None
-        self.peak = _peak_tokens_per_second(self.config)
+        self.seconds_per_step = SECONDS_PER_STEP  # of the slowest process
+        self.measured = SECONDS_PER_STEP  # of this one
+        self.vote = Vote()
+        self.peak = _peak_tokens_per_second(config)
         self.clock = time.monotonic()
         run.report = self._report
 
@@ -581,15 +567,13 @@ class _Loop:
         """Return the number of steps in the next call, at most to the next evaluation."""
         config = self.config
         interval = config.eval_interval
-        most = config.steps_per_call
-        if process_count() == 1:
-            # Only in a single process, since others lack this clock and display and must take equal
-            # steps.
-            most = min(most, self.progress.most_steps or most)
-            if self.steps_per_second is not None:
-                most = min(most, max(1, int(SECONDS_PER_CALL * self.steps_per_second)))
+        # All processes take equal steps; their slowest time is known one call late.
+        if microseconds := self.vote(int(1e6 * self.measured)):
+            self.seconds_per_step = microseconds / 1e6
+        affordable = max(1, int(SECONDS_PER_CALL / self.seconds_per_step))
         pauses = [(self.step // interval + 1) * interval, interval // 8, config.steps]
-        return min(most, *(step - self.step for step in pauses if step > self.step))
+        until_pause = [step - self.step for step in pauses if step > self.step]
+        return min(config.steps_per_call, affordable, *until_pause)
 
     def _read(self, call: tuple[int, int, Any]) -> None:
         """Log the metrics of a call. Raises FloatingPointError for a step that is not finite."""
@@ -619,9 +603,9 @@ class _Loop:
     def _measurements(self, step: int, count: int) -> dict[str, float]:
         """Return the measurements of a call, which only the line of its last step has."""
         now = time.monotonic()
-        self.steps_per_second = count / max(now - self.clock, 1e-9)
+        self.measured = max(now - self.clock, 1e-6) / count
         self.clock = now
-        speed = self.steps_per_second * self.tokens_per_step
+        speed = self.tokens_per_step / self.measured
         measured: dict[str, float] = {
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": round(speed, 1),
@@ -756,17 +740,16 @@ def _peak_tokens_per_second(config: TrainConfig) -> float | None:
 # --- finish ---------------------------------------------------------------------------------------
 
 
-def _finish(run: OpenRun, prepared: Prepared, progress: Progress) -> Run:
+def _finish(run: OpenRun, progress: Progress) -> Run:
     """Return the best model; write a sample and a picture of the losses."""
     # Otherwise compiled programs and the state would stay in memory beside the model that samples.
     release_memory()
-    config = prepared.recorded
     own = None
-    if isinstance(prepared.dataset.tokenizer, OwnTokenizer):
-        own = prepared.dataset.tokenizer
-    best = load(run.path, model=config.model.make, tokenizer=own)
-    best = replace(best, config=config)
-    sample = _sample_or_warn(best.model, best.tokenizer, config, progress)
+    if isinstance(run.dataset.tokenizer, OwnTokenizer):
+        own = run.dataset.tokenizer
+    best = load(run.path, model=run.config.model.make, tokenizer=own)
+    best = replace(best, config=run.config)
+    sample = _sample_or_warn(best.model, best.tokenizer, run.config, progress)
     release_memory()
     with raise_in_all_processes():
         if process_index() == 0:

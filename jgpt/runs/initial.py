@@ -1,6 +1,7 @@
 """The weights that a run starts from: those of a model, of another run, or of a folder."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
 from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.characters import ByteTokenizer, CharTokenizer, OwnTokenizer
 from jgpt.data.dataset import Dataset
-from jgpt.data.encode import Tokenizer, is_same_vocabulary
+from jgpt.data.encode import Tokenizer
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
@@ -91,15 +92,17 @@ def _arrays_of(model: LanguageModel) -> dict[str, Any]:
     return arrays
 
 
-def require_same_moments(initial: Initial, config: TrainConfig) -> None:
-    """Raise ValueError unless the optimizer's state of a run is one of the config's optimizer."""
-    if initial.run is None:
-        raise ValueError(
-            f"`with_optimizer=True` needs `initial=RUN@STEP`: {initial.source} has no moments"
-        )
+def with_moments(initial: Initial | None, config: TrainConfig) -> tuple[int, Callable[[], State]]:
+    """Return the step of a run's checkpoint, and what loads its weights and moments.
+
+    Raises ValueError unless its moments are those of the config's optimizer.
+    """
+    if initial is None or initial.run is None:
+        raise ValueError("`with_optimizer=True` needs `initial=RUN@STEP`, whose moments it takes")
     saved = with_code(initial.run.config(), **custom_code(config))
     if _shapes_of(saved) == _shapes_of(config):
-        return
+        folder = initial.run.checkpoints
+        return initial.step, functools.partial(_load_state, folder, initial.step, config)
     old = dict(fields_of(saved))
     differences = []
     for name, new in fields_of(config):
@@ -116,11 +119,10 @@ def _shapes_of(config: TrainConfig) -> tuple[Any, list[tuple[int, ...]]]:
     return structure, [leaf.shape for leaf in leaves]
 
 
-def load_state(initial: Initial, config: TrainConfig) -> State:
-    """Load weights and moments of a run's checkpoint onto the mesh that is set."""
-    assert initial.run is not None
+def _load_state(folder: Path, step: int, config: TrainConfig) -> State:
+    """Load weights and moments of a checkpoint onto the mesh that is set."""
     like = abstract_arrays(abstract_state(config), state_specs(config))
-    _, state = load_checkpoint(initial.run.checkpoints, initial.step, like)
+    _, state = load_checkpoint(folder, step, like)
     return state
 
 
@@ -165,16 +167,6 @@ def tokenizer_of(source: str) -> Tokenizer:
     if RunDirectory.is_run(path):
         return RunDirectory.open(path).tokenizer()
     return read_folder_tokenizer(find_model(source))
-
-
-def require_same_tokenizer(owner: str, tokenizer: Tokenizer, dataset: Dataset) -> None:
-    """Raise ValueError for a dataset that another tokenizer made than that of the owner's
-    weights."""
-    if not is_same_vocabulary(tokenizer, dataset.tokenizer):
-        raise ValueError(
-            f"the dataset has another tokenizer than {owner}: make it with that one, as in "
-            "Dataset.from_tokens(tokens, tokenizer=tokenizer)"
-        )
 
 
 def require_trainable(config: TrainConfig) -> None:

@@ -3,11 +3,11 @@
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Real
+from jaxtyping import Float, Integer, Real
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -15,27 +15,26 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from jgpt.config import TrainConfig
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.words import did_you_mean
 
 LABELS_PER_COLUMN = 25
 """The largest number of labels in a column of a legend beside the axes."""
+Metrics = Sequence[dict[str, Any]]
+Place = Callable[[Any], Any]
+"""From steps to their places on an axis."""
 
 
-def losses_image(metrics: Sequence[dict[str, Any]], title: str, format: str) -> bytes:
+def losses_image(metrics: Metrics, title: str, format: str) -> bytes:
     """Draw training and validation loss against steps, as an image in a format such as svg."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, parse_math=False)
-    steps = np.array(_steps_of(metrics))
-    lines = _draw_run(axes, steps, metrics, training_colour="C0", validation_colour="C1")
+    lines = _draw_losses(axes, metrics, lambda steps: steps, "C0", "C1")
     window = _smoothing_window(len(metrics))
-    labels = [
-        "training, each step",
-        f"training, mean of {window} steps",
-        "validation",
-    ]
+    labels = ["training, each step", f"training, mean of {window} steps", "validation"]
     _finish(figure, {"step": axes}, lines, labels)
     return _image(figure, format)
 
@@ -48,46 +47,31 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     by_steps, by_tokens, by_seconds = figure.subplots(1, 3, sharey=True)
     panels: dict[str, Axes] = {"steps": by_steps, "tokens": by_tokens, "seconds": by_seconds}
-    smoothed: list[Artist] = []
+    smoothed: list[Line2D] = []
     for index, run in enumerate(runs):
-        colour = f"C{index}"
-        config = run.config()
         metrics = run.metrics()
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
-        steps = np.array(_steps_of(metrics))
-        # Some lines have the seconds; between them, the seconds of steps are interpolated.
-        timed_steps, timed_seconds = _timed_steps(metrics)
-        progress = {
-            "steps": steps,
-            "tokens": steps * (config.batch_size * config.model.block_size),
-            "seconds": np.interp(steps, timed_steps, timed_seconds),
-        }
-        lines: list[Line2D] = []
+        config = run.config()
         for name, axes in panels.items():
-            x = progress[name]
-            lines = _draw_run(axes, x, metrics, training_colour=colour, validation_colour=colour)
-        _, smoothed_training, *_ = lines
-        smoothed.append(smoothed_training)  # represents the run in the legend
-    labels = _labels_of(runs)
+            place = _place_of(name, config, metrics)
+            lines = _draw_losses(axes, metrics, place, f"C{index}", f"C{index}")
+            if name == "steps":
+                smoothed.append(lines[1])  # represents the run in the legend
     title = "line: training, mean of 2% of the steps around; faint: each step; dots: validation"
-    _finish(figure, panels, smoothed, labels, title)
+    _finish(figure, panels, smoothed, _labels_of(runs), title)
     return _image(figure, format)
 
 
-def _timed_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """Return the steps whose lines have a time, and the seconds until then, from 0 on."""
-    timed_steps = [0]
-    seconds = [0.0]
-    for line in metrics:
-        if "seconds" in line:
-            timed_steps.append(line["step"])
-            seconds.append(line["seconds"])
-    return timed_steps, seconds
-
-
-def _steps_of(metrics: Sequence[dict[str, Any]]) -> list[int]:
-    return [line["step"] for line in metrics]
+def _place_of(name: str, config: TrainConfig, metrics: Metrics) -> Place:
+    """Return a function from steps to places on the axis of steps, tokens or seconds."""
+    if name == "steps":
+        return lambda steps: steps
+    if name == "tokens":
+        return lambda steps: steps * (config.batch_size * config.model.block_size)
+    # Some lines have the seconds; between them, those of a step are interpolated.
+    timed, seconds = _column(metrics, "seconds")
+    return lambda steps: np.interp(steps, [0, *timed], [0, *seconds])
 
 
 def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
@@ -115,12 +99,11 @@ def _group_image(
     smallest = math.inf
     for run, axes in zip(runs, panels, strict=True):
         metrics = run.metrics()
-        steps = np.array(_steps_of(metrics))
         for name, colour in zip(names, colours, strict=True):
-            rows, values = _values_of(metrics, name)
+            steps, values = _column(metrics, name)
             smallest = min([smallest, *values])
             # The legend has a line for each name, whichever run it is of.
-            (lines[name],) = axes.plot(steps[rows], values, color=colour, linewidth=1)
+            (lines[name],) = axes.plot(steps, values, color=colour, linewidth=1)
         axes.set_title(run.path.resolve().name, parse_math=False)
         _name_axis(axes, "step")
     # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
@@ -140,12 +123,8 @@ def _one_metric_image(runs: Sequence[RunDirectory], metric: str, format: str) ->
     axes = figure.add_subplot()
     smoothed: list[Artist] = []
     for index, run in enumerate(runs):
-        metrics = run.metrics()
-        rows, values = _values_of(metrics, metric)
-        steps = np.array(_steps_of(metrics))[rows]
-        mean = _running_mean(np.array(values, float), _smoothing_window(len(values)))
-        axes.plot(steps, values, color=f"C{index}", alpha=0.25, linewidth=0.7)
-        smoothed += axes.plot(steps, mean, color=f"C{index}", linewidth=1.5)
+        _, mean = _draw_smoothed(axes, *_column(run.metrics(), metric), f"C{index}")
+        smoothed.append(mean)
     _finish(figure, {"step": axes}, smoothed, _labels_of(runs), quantity=metric)
     return _image(figure, format)
 
@@ -186,36 +165,37 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return key
 
 
-def _values_of(metrics: Sequence[dict[str, Any]], field: str) -> tuple[list[int], list[float]]:
-    """Return the indices of the lines that have a field, and its values."""
-    rows = []
-    values = []
-    for row, line in enumerate(metrics):
-        if field in line:
-            rows.append(row)
-            values.append(line[field])
-    return rows, values
-
-
 @typed
-def _draw_run(
-    axes: Axes,
-    x: Real[np.ndarray, " steps"],
-    metrics: Sequence[dict[str, Any]],
-    training_colour: str,
-    validation_colour: str,
+def _column(
+    metrics: Metrics, name: str
+) -> tuple[Integer[np.ndarray, " values"], Float[np.ndarray, " values"]]:
+    """Return the steps that have a metric, and its values."""
+    steps = []
+    values = []
+    for line in metrics:
+        if line.get(name) is not None:  # null where it was not finite
+            steps.append(line["step"])
+            values.append(line[name])
+    return np.array(steps, int), np.array(values, float)
+
+
+def _draw_losses(
+    axes: Axes, metrics: Metrics, place: Place, training_colour: str, validation_colour: str
 ) -> list[Line2D]:
-    """Draw a run in two colours: one for training, each step and smoothed, one for
-    validation."""
-    rows, losses = _values_of(metrics, "loss")
-    mean = _running_mean(np.array(losses), _smoothing_window(len(metrics)))
-    lines = axes.plot(x[rows], losses, color=training_colour, alpha=0.25, linewidth=0.7)
-    lines += axes.plot(x[rows], mean, color=training_colour, linewidth=1.5)
+    """Draw a run in two colours: one for training, one for validation."""
+    steps, losses = _column(metrics, "loss")
+    lines = _draw_smoothed(axes, place(steps), losses, training_colour)
+    steps, validation = _column(metrics, "validation_loss")
     # Drawn above the lines, which have as many points as there are steps.
     dots = {"linestyle": "", "marker": "o", "color": validation_colour, "zorder": 3}
-    rows, validation = _values_of(metrics, "validation_loss")
-    lines += axes.plot(x[rows], validation, **dots)
-    return lines
+    return lines + axes.plot(place(steps), validation, **dots)
+
+
+def _draw_smoothed(axes: Axes, x: Any, values: Any, colour: str) -> list[Line2D]:
+    """Draw values faintly, and their running mean."""
+    mean = _running_mean(values, _smoothing_window(len(values)))
+    lines = axes.plot(x, values, color=colour, alpha=0.25, linewidth=0.7)
+    return lines + axes.plot(x, mean, color=colour, linewidth=1.5)
 
 
 def _smoothing_window(steps: int) -> int:

@@ -14,10 +14,6 @@ from jgpt.words import counted
 class Progress:
     """Training callbacks; the default does nothing."""
 
-    most_steps: int | None = None
-    """The most steps between calls of `stepped` in a single process; None means
-    `steps_per_call`."""
-
     def tokenized(self, fraction: float) -> None:
         """Report the tokenized `fraction` of the text: 0 while it is read, 1 at the end."""
 

@@ -31,8 +31,8 @@ import jax
 import numpy as np
 
 from jgpt.config import TrainConfig
-from jgpt.data.dataset import Dataset
-from jgpt.data.encode import Tokenizer, is_same_vocabulary
+from jgpt.data.dataset import Dataset, require_same_text, require_same_tokenizer
+from jgpt.data.encode import Tokenizer
 from jgpt.fields import to_json
 from jgpt.files import append, locked, make_directory, sha256_of, write_file
 from jgpt.generation.text import Texts, generate_text
@@ -61,7 +61,7 @@ from jgpt.runs.directory import (
 from jgpt.runs.provenance import known_digest, provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code, custom_code, require_code, with_code
+from jgpt.user_code import changed_code, custom_code, require_all_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -174,13 +174,14 @@ class OpenRun:
         self.facts: dict[str, Any] = {}
         """What the provenance of this start records beside what it always has."""
         self._directory = RunDirectory(path)
-        self._resume = resume
-        self._overwrite = overwrite
+        self.resume = resume
+        self.overwrite = overwrite
         self._code = code
         self._writes = process_index() == 0
         self._inode: int | None = None
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+        self._unwritten: OSError | None = None
         self._logged = 0
         self._saved: int | None = None
         self._seconds_before = 0.0
@@ -271,9 +272,9 @@ class OpenRun:
                 )
             return
         self._directory.config()  # raises for a config.json of another program, which stays
-        if self._resume and self._directory.checkpoint_steps():
+        if self.resume and self._directory.checkpoint_steps():
             self._require_same()
-        elif self._directory.has_trained() and not (self._resume or self._overwrite):
+        elif self._directory.has_trained() and not (self.resume or self.overwrite):
             raise FileExistsError(
                 f"{self.path} already exists: `resume=True` continues it, `overwrite=True` starts "
                 "again"
@@ -282,26 +283,15 @@ class OpenRun:
     def _require_same(self) -> None:
         # with the fields of config classes of one's own
         saved = with_code(self._directory.config(), **custom_code(self.config))
-        for part, make in custom_code(saved).items():
-            if make is not None:
-                require_code(make, part)
+        require_all_code(saved)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
         digest = known_digest(self._directory.provenance())
-        if digest is not None and digest != self.dataset.digest:
-            raise ValueError(
-                f"`data={self.config.dataset.data!r}` has other tokens than {self.path} was "
-                f"trained on (SHA-256 {self.dataset.digest[:12]}…, not {digest[:12]}…): give the "
-                "run's text, or train a new run"
-            )
-        if not is_same_vocabulary(self._directory.tokenizer(), self.dataset.tokenizer):
-            raise ValueError(
-                f"the dataset has another tokenizer than {self.path}: make it with that one, as in "
-                "Dataset.from_tokens(tokens, tokenizer=tokenizer)"
-            )
+        require_same_text(self.dataset, self.config.dataset, digest)
+        require_same_tokenizer(str(self.path), self._directory.tokenizer(), self.dataset)
 
     def changed_code(self) -> list[str]:
         """Return a line for each file of one's own that has changed since the run began."""
-        if not (self._resume and RunDirectory.exists(self.path)):
+        if not (self.resume and RunDirectory.exists(self.path)):
             return []
         lines = changed_code(self._directory.config(), self.config)
         for file in self._code:
@@ -320,18 +310,15 @@ class OpenRun:
         `init` makes a state: a dict of pytrees, of which "model" is `nnx.state(model)`. `like` has
         its shapes and shardings; by default they are those of `jax.eval_shape(init)` on one device.
         """
-        step = -1
-        with raise_in_all_processes():
-            if self._writes and self._resume and not self._overwrite:
-                step = max(self._directory.checkpoint_steps(), default=-1)
-        step = gather(step)[0]
-        if step >= 0:
+        last = self.last_step()
+        if last is None:
+            step = first
+            state = init()  # one that fails leaves an earlier run as it was
+        else:
+            step = last
             expected = like or jax.eval_shape(init)
             _, state = load_checkpoint(self._directory.checkpoints, step, expected)
             self._saved = step
-        else:
-            step = first
-            state = init()  # one that fails leaves an earlier run as it was
         with raise_in_all_processes():
             if self._writes:
                 self._begin(step)
@@ -346,6 +333,14 @@ class OpenRun:
             self._seconds_before = line.get("seconds", self._seconds_before)
         self._began = self._last_save = time.monotonic()
         return state, step
+
+    def last_step(self) -> int | None:
+        """Return the step of the checkpoint that `restore` continues from; None for a new run."""
+        last = None
+        with raise_in_all_processes():
+            if self._writes and self.resume:
+                last = max(self._directory.checkpoint_steps(), default=None)
+        return gather(last)[0]
 
     def _begin(self, step: int) -> None:
         """Write the run's first files, or its new config. The config makes the folder a run."""
@@ -378,13 +373,13 @@ class OpenRun:
             if not self._pending or self._pending[-1][0] != step:
                 self._pending.append((step, {}))
             self._pending[-1][1]["validation_loss"] = validation_loss
-        self._write_pending()
+        with raise_in_all_processes():
+            self._write_pending()
+            self._require_in_place()
         if step == self._saved:
             return
         if not is_finite(state["model"]):  # a finite loss may have had a gradient that wasn't
             raise FloatingPointError(f"the model isn't finite after step {step}")
-        with raise_in_all_processes():
-            self._require_in_place()
         loss = None
         if validation_loss is not None:
             loss = float(validation_loss)
@@ -445,24 +440,33 @@ class OpenRun:
         while len(self._pending) > 1:
             if len(self._pending) <= UNREAD_CALLS and not _is_ready(self._pending[0][1]):
                 break
-            self._write_oldest()
+            try:
+                self._write_oldest()
+            except OSError as error:
+                if process_count() == 1:
+                    raise
+                # The other processes compute on, until `request` and `save` tell all of them.
+                self._unwritten = error
 
     def _write_pending(self) -> None:
         """Write all lines durably, and wait for their values."""
+        if self._unwritten is not None:
+            raise self._unwritten
         while self._pending:
             self._write_oldest(durable=len(self._pending) == 1)
 
     def _write_oldest(self, *, durable: bool = False) -> None:
         lines = []
+        is_written = self._writes and self._unwritten is None  # or a gap would be left
         try:
             for line in _lines_of(*self._pending.popleft()):
                 lines.append(line)
             seconds = self._seconds_before + time.monotonic() - self._began
             lines[-1]["seconds"] = round(seconds, 3)
         finally:
-            if self._writes:
+            if is_written:
                 self._append(METRICS, lines, durable=durable)
-        if self._writes:
+        if is_written:
             for line in lines:
                 self.report(line)
 
@@ -495,7 +499,7 @@ class OpenRun:
             waited = time.monotonic() - self._last_save
             interval = max(SECONDS_BETWEEN_SAVES, self._open_checkpoints().seconds / SAVING_SHARE)
             wanted = int(waited >= interval)
-        if self._stops or has_failed:
+        if self._stops or has_failed or self._unwritten is not None:
             wanted = 2
         return (None, "save", "stop")[self._vote(wanted)]
 
@@ -541,7 +545,8 @@ def _is_ready(metrics: dict[str, Any]) -> bool:
 
 def _is_remains(name: str) -> bool:
     """Return whether a file is what a run leaves that was killed before it began."""
-    return name in (LOCK, TOKENIZER, CHECKPOINTS, CODE, PROVENANCE) or name.endswith(".partial")
+    begun = LOCK, TOKENIZER, CHECKPOINTS, CODE, PROVENANCE, WANDB
+    return name in begun or name.endswith(".partial")
 
 
 def _clear(path: Path) -> None:
@@ -553,10 +558,8 @@ def _clear(path: Path) -> None:
     for step in RunDirectory(path).checkpoint_steps():
         (checkpoints / str(step)).rename(checkpoints / f"deleted-{step}")
     clean(checkpoints)
-    names = [METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, CODE, IMPORTED, TENSORBOARD]
-    if (path / WANDB_ID).is_file():  # without this file, a folder wandb is not the run's
-        names += [WANDB, WANDB_ID]
-    for name in names:
+    of_trackers = (TENSORBOARD, WANDB_ID)  # the folder wandb is that of the package
+    for name in (METRICS, PROVENANCE, SAMPLES, LOSS_PICTURE, CODE, IMPORTED, *of_trackers):
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -58,12 +58,15 @@ class Trackers:
         cls,
         config: TrainConfig,
         run: Path,
-        step: int,
         *,
         is_new: bool,
         warn: Callable[[str], None],
     ) -> Iterator[Self]:
-        """Open the trackers of a run at a step in process 0. Raises OSError if one can't be."""
+        """Open the trackers of a run in process 0. Raises OSError if one can't be.
+
+        They write no file of their own before the first line, since a run that is overwritten is
+        there until then.
+        """
         trackers = cls()
         try:
             with raise_in_all_processes():
@@ -71,7 +74,7 @@ class Trackers:
                     for name in config.trackers:
                         # Weights & Biases may ask for a key, and has its own time limit.
                         with _named(name):
-                            trackers._open[name] = _open(name, run, step, config, is_new=is_new)
+                            trackers._open[name] = _open(name, run, config, is_new=is_new)
             yield trackers
         finally:
             for name, tracker in trackers._open.items():
@@ -106,11 +109,11 @@ def _named(name: str) -> Iterator[None]:
         ) from error
 
 
-def _open(name: TrackerName, run: Path, step: int, config: TrainConfig, *, is_new: bool) -> Tracker:
+def _open(name: TrackerName, run: Path, config: TrainConfig, *, is_new: bool) -> Tracker:
     package = require_tracker(name)
     if name == "wandb":
         return _Wandb(package, run, config, is_new=is_new)
-    return _TensorBoard(package, run, step)
+    return _TensorBoard(package, run)
 
 
 class _TensorBoard:
@@ -120,27 +123,33 @@ class _TensorBoard:
     for it for ever.
     """
 
-    def __init__(self, package: Any, run: Path, step: int) -> None:
-        event_files = importlib.import_module(f"{package.__name__}.event_file_writer")
+    def __init__(self, package: Any, run: Path) -> None:
+        self._files = importlib.import_module(f"{package.__name__}.event_file_writer")
         self._event = importlib.import_module(f"{package.__name__}.proto.event_pb2")
         self._scalar = importlib.import_module(f"{package.__name__}.summary").scalar
-        (run / TENSORBOARD).mkdir(exist_ok=True)
-        # A run may stop and resume within the second that is the name of its file.
-        self._writer = event_files.EventsWriter(
-            str(run / TENSORBOARD / "events"), f".{secrets.token_hex(4)}"
-        )
-        status = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._write(step + 1, session_log=status)
+        self._folder = run / TENSORBOARD
+        self._writer: Any = None
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Write an event for each value."""
+        if self._writer is None:
+            self._writer = self._opened()
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step, session_log=start)
         for field, value in values.items():
             self._write(step, summary=self._scalar(field, value))
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self) -> Any:
+        self._folder.mkdir(exist_ok=True)
+        # A run may stop and resume within the second that is the name of its file.
+        suffix = f".{secrets.token_hex(4)}"
+        return self._files.EventsWriter(str(self._folder / "events"), suffix)
 
     def _write(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event.Event(step=step, wall_time=time.time(), **content))
@@ -150,14 +159,15 @@ class _Wandb:
     """Weights & Biases; with `WANDB_MODE=offline`, its run stays in `RUN/wandb`."""
 
     def __init__(self, wandb: Any, run: Path, config: TrainConfig, *, is_new: bool) -> None:
-        file = run / WANDB_ID
-        if is_new or not file.is_file():
-            file.write_text(secrets.token_hex(4))
+        self._file = run / WANDB_ID
+        self._id = secrets.token_hex(4)
+        if not is_new and self._file.is_file():
+            self._id = self._file.read_text()
         self._run = wandb.init(
             dir=str(run),
             project="jgpt",
             name=run.name,
-            id=file.read_text(),  # a resumed run continues that of Weights & Biases, too
+            id=self._id,  # a resumed run continues that of Weights & Biases, too
             resume="allow",
             config=as_dict(config),
             # A resumed run may have another config, for example more steps.
@@ -166,6 +176,8 @@ class _Wandb:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Log a step."""
+        if not self._file.is_file():
+            self._file.write_text(self._id)
         self._run.log(values, step=step)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Evaluations: the number of targets, and the mean loss over calls of bounded work."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from jgpt.config import TrainConfig
 from jgpt.data.batches import windows_by_number
-from jgpt.nn.models import Weights
+from jgpt.nn.models import Weights, abstract_model, named_parameters
 from jgpt.parallel.rules import shard_by_name
 from jgpt.shapes.contract import record, typed
 from jgpt.training.objective import loss_dtype
@@ -70,23 +71,19 @@ class Evaluator:
         self,
         config: TrainConfig,
         held_out: Integer[np.ndarray, " tokens"],
-        parameters: int,
-        *,
-        targets: int | None = None,
     ) -> None:
-        """Prepare the windows, which are spread evenly; `targets` is their number, or all."""
+        """Prepare the windows, which are spread evenly if `eval_tokens` are not all."""
         self._tokens = held_out
         self._block_size = config.model.block_size
         self._rows = config.batch_size // config.micro_batches
-        self.targets = len(held_out) - 1
-        # the number of windows that cover the split
-        self._covering = -(-self.targets // self._block_size)
-        self._windows = self._covering  # the number of them that are evaluated
-        if targets is not None and targets < self.targets:
-            self.targets = targets
-            self._windows = targets // self._block_size
+        self.targets = targets_of(config, len(held_out))
+        # the number of windows that cover the split, and of those that are evaluated
+        self._covering = -(-(len(held_out) - 1) // self._block_size)
+        self._windows = min(self._covering, -(-self.targets // self._block_size))
         self._batches = -(-self._windows // self._rows)
-        work_per_batch = 2 * parameters * self._rows * self._block_size
+        parameters = named_parameters(abstract_model(config.model)).values()
+        size = sum(math.prod(parameter.shape) for parameter in parameters)
+        work_per_batch = 2 * size * self._rows * self._block_size
         affordable_batches = max(WORK_PER_CALL // work_per_batch, 1)
         self._batches_per_call = min(affordable_batches, self._batches)
         self._evaluate_windows = make_eval_step(config.model)

@@ -192,14 +192,20 @@ def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "is_new", "said"),
     [
-        (0, "60 steps of 8 x 16 tokens into r"),
-        (30, "resumed at step 30 of 60: r"),
-        (60, "finished at step 60 of 60 already: r; --steps trains it further"),
+        (0, True, "60 steps of 8 x 16 tokens into r"),
+        (30, True, "30 steps of 8 x 16 tokens into r, from step 30 of 60"),  # with moments
+        (30, False, "resumed at step 30 of 60: r"),
+        (60, False, "finished at step 60 of 60 already: r; --steps trains it further"),
     ],
 )
-def test_the_last_line_before_the_steps_says_where_a_run_starts(step, said):
+def test_the_last_line_before_the_steps_says_where_a_run_starts(
+    tmp_path, monkeypatch, step, is_new, said
+):
+    monkeypatch.chdir(tmp_path)
+    if not is_new:
+        Path("r", "checkpoints", str(step)).mkdir(parents=True)
     file = io.StringIO()
     console = Console(file=file, width=80, _environ={})
     progress = ConsoleProgress(console, "reading the data")
@@ -254,20 +260,6 @@ def test_jgpt_eval_has_a_bar_too_and_lines_in_a_file():
     assert [line for line in file.getvalue().splitlines() if line] == [
         f"evaluation: {done:,} of 9,000 tokens" for done in (2100, 4200, 6300, 8400)
     ]
-
-
-def test_a_bar_moves_twice_a_second_however_slow_a_step_is():
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={})
-    progress = ConsoleProgress(console, "reading the data")
-    progress.tokens_per_step = 100
-    moves = [progress.most_steps]  # the speed is not known yet
-    for tokens_per_second in (None, 30.0, 1000.0, 4400.0):
-        progress.stepped(1, 2.5, tokens_per_second)
-        moves.append(progress.most_steps)
-    progress.bar.stop()
-
-    assert moves == [1, 1, 1, 5, 22]
-    assert ConsoleProgress(Console(file=io.StringIO()), "").most_steps is None
 
 
 def test_without_a_terminal_a_long_text_has_lines_too():

@@ -232,7 +232,7 @@ def training() -> None:
     train.trace(abstract_state(with_metrics), INT(6, 4, 9), KEY, 6, 0)
     held_out = np.zeros(31, np.uint16)
     batches.evaluation_windows(held_out, 8, 4)
-    evaluator = Evaluator(TRAIN, held_out, parameters=17 * 17)
+    evaluator = Evaluator(TRAIN, held_out)
     weights = nnx.to_pure_dict(nnx.state(model_of(BIGRAM), nnx.Param))
     evaluator.mean(weights)
 

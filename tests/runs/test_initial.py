@@ -325,7 +325,7 @@ def test_moments_of_another_optimizer_are_refused_by_name(trained, config):
         jgpt.fit(wider, initial=last, **branch)
     with pytest.raises(ValueError, match="`with_optimizer=True` needs `initial=RUN@STEP`"):
         jgpt.fit(config, **branch)
-    with pytest.raises(ValueError, match="GPT has no moments"):
+    with pytest.raises(ValueError, match="`with_optimizer=True` needs `initial=RUN@STEP`"):
         jgpt.fit(config, initial=trained.model, **branch)
     with pytest.raises(ValueError, match="has no checkpoint 5: it has 8, 11"):
         jgpt.fit(config, initial=f"{trained.path}@5", **branch)

@@ -243,7 +243,7 @@ def test_nothing_is_changed_before_a_state_is_made(copy, out):
 
 
 def test_overwriting_begins_anew_and_keeps_what_is_not_the_run_s(copy):
-    ours = ("samples.txt", "loss.png", "tensorboard/events", "imported/vocab.json")
+    ours = ("samples.txt", "loss.png", "tensorboard/events", "wandb.id", "imported/vocab.json")
     foreign = ("notes.txt", "wandb/run-1/theirs", "checkpoints/mine")
     for name in (*ours, *foreign):
         path = copy / name
@@ -253,11 +253,6 @@ def test_overwriting_begins_anew_and_keeps_what_is_not_the_run_s(copy):
         run.restore(init)
     left = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
     assert left == {"config.json", "lock", "provenance.jsonl", "tokenizer.json", *foreign}
-
-    (copy / "wandb.id").write_text("abc")  # so wandb was started for this run
-    with start(copy, overwrite=True) as run:
-        run.restore(init)
-    assert not (copy / "wandb").exists()
 
 
 # --- what is refused -----------------------------------------------------------------------------

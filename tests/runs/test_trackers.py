@@ -18,7 +18,7 @@ from jgpt.runs import trackers
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.trackers import Trackers, require_tracker
 from tests.commands import files_of_at_most
-from tests.runs.harness import BIGRAM, Heard, with_changes
+from tests.runs.harness import BIGRAM, Heard, contents, with_changes
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -33,14 +33,14 @@ def events_of(folder):
             data = data[16 + size :]
 
 
-def opened(folder, name, step, config=None):
+def opened(folder, name, *, is_new=True, config=None):
     config = dataclasses.replace(config or TrainConfig(), trackers=(name,))
-    return Trackers.opened(config, folder, step, is_new=step == 0, warn=lambda _: None)
+    return Trackers.opened(config, folder, is_new=is_new, warn=lambda _: None)
 
 
 def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
     """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
-    with opened(tmp_path, "tensorboard", 4) as tracker:
+    with opened(tmp_path, "tensorboard", is_new=False) as tracker:
         tracker.log({"step": 5, "loss": 2.5, "validation_loss": 2.25, "undefined": None})
         tracker.log({"step": 6, "loss": 1.5})
     written = list(events_of(tmp_path / "tensorboard"))
@@ -56,9 +56,9 @@ def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path)
 
 
 def test_tensorboard_has_a_file_for_each_start_even_in_one_second(tmp_path):
-    for step in (0, 3):
-        with opened(tmp_path, "tensorboard", step):
-            pass
+    for step in (1, 3):
+        with opened(tmp_path, "tensorboard") as tracker:
+            tracker.log({"step": step, "loss": 2.5})
     assert len(list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))) == 2
 
 
@@ -82,7 +82,8 @@ def wandb(monkeypatch):
 def test_wandb_goes_on_with_the_run_of_the_directory_and_gets_its_config(tmp_path, wandb):
     config = TrainConfig(steps=70, optimizer=OptimizerConfig(beta1=0.8), trackers=("wandb",))
     for first_step in (0, 4):
-        with opened(tmp_path, "wandb", first_step, config) as tracker:
+        is_new = first_step == 0
+        with opened(tmp_path, "wandb", is_new=is_new, config=config) as tracker:
             tracker.log({"step": first_step + 1, "loss": 2.5})
     assert wandb.logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
     assert wandb.begun[0] == wandb.begun[1]
@@ -96,7 +97,7 @@ def test_wandb_goes_on_with_the_run_of_the_directory_and_gets_its_config(tmp_pat
         "allow_val_change": True,
     }
     assert wandb.begun[0]["config"]["optimizer"]["beta1"] == 0.8
-    with opened(tmp_path, "wandb", 0):  # overwritten
+    with opened(tmp_path, "wandb"):  # overwritten
         pass
     assert wandb.begun[2]["id"] != wandb.begun[0]["id"]
 
@@ -174,8 +175,8 @@ def test_a_tracker_is_given_every_line_and_told_whether_the_run_is_resumed(
     """By that W&B goes on with the run that it has, or begins another one."""
     told: list[Any] = []
 
-    def open_tracker(name, run, step, config, *, is_new):
-        told.append((step, is_new))
+    def open_tracker(name, run, config, *, is_new):
+        told.append(is_new)
         return types.SimpleNamespace(
             log=lambda values, step: told.append({"step": step, **values}),
             close=lambda: told.append("closed"),
@@ -189,10 +190,25 @@ def test_a_tracker_is_given_every_line_and_told_whether_the_run_is_resumed(
 
     lines = RunDirectory(tmp_path / "run").metrics()
     assert len(lines) == 5
-    assert told == [(0, True), *lines[:3], "closed", (3, False), *lines[3:], "closed"]
+    assert told == [True, *lines[:3], "closed", False, *lines[3:], "closed"]
     told.clear()
     fit(config, overwrite=True, progress=None)
-    assert told[0] == (0, True)
+    assert told[0] is True
+
+
+def test_a_tracker_that_cannot_be_opened_leaves_the_run_that_was_to_be_overwritten(
+    small_run, tmp_path, use
+):
+    """As without a key for W&B: the old run was gone by then."""
+    config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
+    fit(config, progress=None)
+    before = contents(tmp_path / "run")
+    use(lambda *_, **__: dead_service())
+
+    with pytest.raises(OSError, match="the service has ended"):
+        fit(dataclasses.replace(config, trackers=("wandb",)), overwrite=True, progress=None)
+
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, use):
@@ -206,7 +222,7 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, use):
 
 
 def test_tensorboard_on_a_full_disk_fails_instead_of_waiting_for_its_thread(tmp_path):
-    with opened(tmp_path, "tensorboard", 0) as tracker, files_of_at_most(4096):
+    with opened(tmp_path, "tensorboard") as tracker, files_of_at_most(4096):
         open_tracker = tracker._open["tensorboard"]
         for step in range(10_000):
             tracker.log({"step": step, "loss": 2.5})

@@ -1,6 +1,7 @@
 """Evaluations: of how many targets, which ones, and in calls whose number changes no bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,8 @@ def losses_by_batch(weights: Any, batch_size: int) -> list[Any]:
 def test_a_part_is_whole_windows_spread_evenly(weights):
     sums = losses_by_window(weights)
     assert len(sums) == 67
-    part = Evaluator(SMALL, TOKENS, 121, targets=60)
-    whole = Evaluator(SMALL, TOKENS, 121)
+    part = Evaluator(replace(SMALL, eval_tokens=60), TOKENS)
+    whole = Evaluator(SMALL, TOKENS)
 
     loss_of_part = part.mean(weights)
     loss_of_whole = whole.mean(weights)
@@ -110,7 +111,7 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
 ):
     """Seventeen batches of four windows: all at once, or five in each of four calls."""
     # all in one call, as the compiled function itself gives it
-    in_one_call = Evaluator(SMALL, TOKENS, 121)
+    in_one_call = Evaluator(SMALL, TOKENS)
     expected = in_one_call.mean(weights)
     assert len(seen) == 1
     windows, counts = evaluation_windows(TOKENS, 6, 4)
@@ -123,7 +124,7 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
     if not resident:
         monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
     progress: list[Any] = []
-    evaluator = Evaluator(SMALL, TOKENS, 121)
+    evaluator = Evaluator(SMALL, TOKENS)
     found = evaluator.mean(weights, lambda *done: progress.append(done))
     windows_of_calls = [windows for _, windows in seen]
     assert found == expected
@@ -148,7 +149,7 @@ def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
             raise Stopped
 
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-    evaluator = Evaluator(SMALL, TOKENS, 121)
+    evaluator = Evaluator(SMALL, TOKENS)
 
     with pytest.raises(Stopped):
         evaluator.mean(weights, stop)
@@ -171,7 +172,7 @@ def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypat
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
 
-    evaluator = Evaluator(SMALL, TOKENS, 121)
+    evaluator = Evaluator(SMALL, TOKENS)
     assert events == []
 
     evaluator.mean(weights, progress)
@@ -222,19 +223,19 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
     monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
 
-    Evaluator(SMALL, TOKENS, 121).mean(weights)
+    Evaluator(SMALL, TOKENS).mean(weights)
 
     assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
 
 
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
-    in_one_sum = Evaluator(SMALL, TOKENS, 121).mean(weights)
+    in_one_sum = Evaluator(SMALL, TOKENS).mean(weights)
     parts = losses_by_batch(weights, batch_size=4)
     assert len(parts) == 17
 
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
     monkeypatch.setattr(evaluation, "BATCHES_PER_SUM", 1)
-    found = Evaluator(SMALL, TOKENS, 121).mean(weights)
+    found = Evaluator(SMALL, TOKENS).mean(weights)
 
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399
