@@ -20,12 +20,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from jgpt.pictures.page import model_page
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, TerminalTheme
 from rich.text import Text
 
 import jgpt
+from jgpt.page.html import model_page
 from jgpt.shapes.expressions import name_sizes
 from jgpt.training.programs import forward_program
 
