@@ -10,7 +10,7 @@ from jaxtyping import Integer
 
 from jgpt.config import DataConfig
 from jgpt.data.characters import NumberTokenizer, OwnTokenizer, UnencodableText
-from jgpt.data.encode import Tokenizer
+from jgpt.data.encode import Tokenizer, is_same_vocabulary
 from jgpt.data.prepared import (
     Prepared,
     digest_of,

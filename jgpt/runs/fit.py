@@ -82,7 +82,7 @@ from jgpt.user_code import (
 )
 from jgpt.words import format_bytes
 
-SECONDS_PER_CALL = 1.0
+SECONDS_PER_CALL = 2.0
 """The longest call of several steps: as often a signal is answered and a display moves."""
 SECONDS_PER_STEP = 0.5
 """The time that a step is expected to take until one was measured."""

@@ -13,7 +13,7 @@ from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
 from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.characters import ByteTokenizer, CharTokenizer, OwnTokenizer
 from jgpt.data.dataset import Dataset
-from jgpt.data.encode import Tokenizer
+from jgpt.data.encode import Tokenizer, is_same_vocabulary
 from jgpt.interop.hub import find_model
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters

@@ -275,7 +275,7 @@ def files() -> None:
     """A run, and what reads and writes it."""
     folder = Path(FOLDER.name)
     plots._running_mean(np.zeros(6), 3)
-    plots._draw_run(Figure().add_subplot(), np.zeros(6), [], "black", "red")
+    plots._draw_smoothed(Figure().add_subplot(), np.arange(6), np.zeros(6), "black")
     (folder / "text").write_text("ab\n" * 60)
     data = DataConfig(data=(str(folder / "text"),))
     dataset.load_dataset(data, block_size=8)
