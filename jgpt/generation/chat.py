@@ -1,6 +1,5 @@
 """Conversations in ChatML, the template of SmolLM2 and Qwen3."""
 
-import re
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -17,9 +16,6 @@ from jgpt.shapes.contract import typed
 
 START = "<|im_start|>"
 END = "<|im_end|>"
-_REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
-"""The reasoning at the beginning of an answer. Later tags are part of the answer, with their
-spaces."""
 
 _Turn = list[int | str]
 """The pieces of a turn: special tokens by their numbers, and text."""
@@ -121,8 +117,7 @@ class Chat:
                 answer += text
                 yield text
         finally:  # if the caller stops reading, the part it read stays in the conversation
-            remembered = answer[_length_of_reasoning(answer) :]
-            self._turns = [*turns, self._pieces("assistant", remembered)]
+            self._turns = [*turns, self._pieces("assistant", _without_reasoning(answer))]
 
     def _tokens(self, turns: list[_Turn]) -> list[int]:
         """Encode turns, followed by the words that open an answer."""
@@ -150,10 +145,10 @@ def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
     return True
 
 
-def _length_of_reasoning(answer: str) -> int:
-    """Return the length of the reasoning at the beginning of an answer, which the template
-    omits."""
-    found = _REASONING.match(answer)
-    if found is None:
-        return 0
-    return found.end()
+def _without_reasoning(answer: str) -> str:
+    """Return what follows the reasoning of an answer, as Qwen3's template does. The prompt may have
+    opened the reasoning, so that its first tag is not in the answer."""
+    _, closed, rest = answer.rpartition("</think>")
+    if not closed:
+        return answer
+    return rest.lstrip("\n")

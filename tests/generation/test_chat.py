@@ -258,8 +258,8 @@ def test_a_key_is_a_key():
         ("<think>hm</think>\n\nhello", "hello"),
         ("\n<think>\nhm\n</think>\n    if it:", "    if it:"),  # an indentation is no newline
         ("<think></think>it", "it"),
-        ("what <think>is</think>\n it?", "what <think>is</think>\n it?"),
-        ("<think>hm</think>it <think>is</think> it", "it <think>is</think> it"),
+        ("hm\n</think>\n\nhello", "hello"),  # the prompt has opened the reasoning
+        ("<think>hm</think>it <think>is</think> it", " it"),
         ("<think>hm", "<think>hm"),
         (" hello", " hello"),
     ],

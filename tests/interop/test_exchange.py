@@ -223,7 +223,7 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
 def test_of_several_dropout_rates_the_lowest_is_trained_with(gpt2, text_file, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
     run = tmp_path / "run"
-    rates = {"attn_pdrop": 0.125, "resid_pdrop": 0.25, "embd_pdrop": 0.5}
+    rates = {"attn_pdrop": 0.25, "resid_pdrop": 0.5, "embd_pdrop": 0.125}
     config = {**read_json(source / "config.json"), **rates}
     (source / "config.json").write_text(json.dumps(config))
 

@@ -234,6 +234,11 @@ OTHER_SPELLINGS = [
         {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_theta": 500.0},
         {"rope_scaling": {"type": "linear", "factor": 1.0, "rope_theta": 50.0}},
     ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": LINEAR},
+        {"rope_parameters": LINEAR, "rope_scaling": {**LINEAR, "rope_theta": 5.0}},
+    ),
     ("llama", {"attention_dropout": 0.25}, None),
     ("llama", {"hidden_act": "swish"}, {"hidden_act": "gelu"}),
     ("qwen3, tied", {"layer_types": None}, None),
