@@ -203,8 +203,6 @@ class OptimizerConfig(Fields):
     """Muon's peak learning rate; learning_rate is for the other parameters."""
     muon_weight_decay: NotNegative = 0.0
     """Muon's decoupled weight decay, multiplied by Muon's learning rate."""
-    muon_momentum: Fraction = 0.95
-    """Muon's momentum."""
     embedding_learning_rate: Positive | None = None
     """The embeddings' peak learning rate; learning_rate by default."""
     ema_decay: Fraction = 0.0

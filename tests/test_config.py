@@ -95,7 +95,7 @@ BOUNDS = {
     "below 1": (
         (1.0, 1.5, -0.1, math.nan),
         """dropout ngram_dropout decay_fraction validation_fraction test_fraction
-        beta1 beta2 muon_momentum ema_decay""",
+        beta1 beta2 ema_decay""",
     ),
     "finite": ((math.inf, -math.inf), "rotary_base logit_softcap learning_rate weight_decay"),
 }
@@ -127,7 +127,7 @@ def test_what_is_odd_and_fine():
     ModelConfig(num_kv_heads=4)
     ModelConfig(num_kv_heads=1, positions="rotary")
     OptimizerConfig(schedule="constant", min_learning_rate=0.5)
-    OptimizerConfig(decay_fraction=0.0, muon_momentum=0.0)
+    OptimizerConfig(decay_fraction=0.0)
     TrainConfig(eval_tokens=None, micro_batches=12, mesh="data=4")
     # the limits themselves
     ModelConfig(ngram_sizes=(2, 8), block_size=8)

@@ -48,7 +48,7 @@ REST = fields(
     model: make=None
     optimizer: make=None trainable=()
     optimizer: decay_fraction=0.5 schedule_steps=None embedding_learning_rate=None ema_decay=0.0
-    optimizer: muon_learning_rate=0.02 muon_weight_decay=0.0 muon_momentum=0.95
+    optimizer: muon_learning_rate=0.02 muon_weight_decay=0.0
     dataset: data_field='text'
     dataset: data=('pydocs',) bpe_vocab_size=1024 tokenizer_files=None
     run: name='gpt' out=None seed=1337 eval_tokens=131_072 steps_per_call=50 patience=None

@@ -410,7 +410,6 @@ def _muon(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """
     muon = optax.contrib.muon(
         learning_rate_schedule(config, steps, config.muon_learning_rate),
-        beta=config.muon_momentum,
         weight_decay=config.muon_weight_decay,
     )
 

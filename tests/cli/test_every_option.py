@@ -174,7 +174,6 @@ OPTIMIZER_CONFIG = {
     "gradient_clip": 0.75,
     "muon_learning_rate": 0.85,
     "muon_weight_decay": 0.95,
-    "muon_momentum": 0.51,
     "embedding_learning_rate": 0.61,
     "trainable": ("blocks.*",),
     "ema_decay": 0.71,

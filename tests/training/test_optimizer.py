@@ -101,7 +101,6 @@ MUON = OptimizerConfig(
     warmup_steps=0,
     gradient_clip=0.0,
     muon_learning_rate=0.5,
-    muon_momentum=0.9,
     muon_weight_decay=0.2,
 )
 
@@ -166,10 +165,10 @@ def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
     """Nesterov's, with both means corrected for having begun at zero, as optax has it."""
     random = np.random.default_rng(0)
     kernel, first, second = random.standard_normal((3, *shape))
-    mean = 0.9 * 0.1 * first + 0.1 * second
-    corrected_mean = mean / (1 - 0.9**3)  # Nesterov's is one step ahead
-    corrected_gradient = 0.1 * second / (1 - 0.9**2)
-    ahead = 0.9 * corrected_mean + corrected_gradient
+    mean = 0.95 * 0.05 * first + 0.05 * second
+    corrected_mean = mean / (1 - 0.95**3)  # Nesterov's is one step ahead
+    corrected_gradient = 0.05 * second / (1 - 0.95**2)
+    ahead = 0.95 * corrected_mean + corrected_gradient
     rows, columns = shape
     scale = math.sqrt(max(1, columns / rows))
     optimizer = optimizer_of(MUON, 2)
