@@ -14,7 +14,7 @@ from typing import Any
 
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, help_of, in_options, parse
-from jgpt.cli.signals import leave_when_interrupted
+from jgpt.cli.signals import leaving_when_interrupted
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
@@ -30,8 +30,9 @@ _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, Me
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command; a user's error is one line and exit code 2."""
+    interruptions: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if args is None:
-        leave_when_interrupted()
+        interruptions = leaving_when_interrupted()
         args = sys.argv[1:]
     args = list(args)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -40,6 +41,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with (
+        interruptions,
         _without_echoes(),
         contextlib.redirect_stdout(for_terminal(sys.stdout)),
         contextlib.redirect_stderr(for_terminal(sys.stderr)),

@@ -82,8 +82,9 @@ def _do_nothing(*_: object) -> None:
     """The handler of a signal, which a thread reads from a pipe."""
 
 
-def leave_when_interrupted() -> None:
-    """From now on, Ctrl-C ends the process at once, with the exit code 130.
+@contextlib.contextmanager
+def leaving_when_interrupted() -> Iterator[None]:
+    """In the block and after it, Ctrl-C ends the process at once, with the exit code 130.
 
     It raises no KeyboardInterrupt. Compiled modules turn what is raised while they are imported
     into other errors, and Python drops what is raised in a callback of the garbage collector or in
@@ -91,8 +92,16 @@ def leave_when_interrupted() -> None:
     """
     is_main = threading.current_thread() is threading.main_thread()
     # It is ignored in the background, and a program that calls `main` may have its own handler.
-    if is_main and signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
-        signal.signal(signal.SIGINT, _leave)
+    own = signal.getsignal(signal.SIGINT)
+    if not is_main or own not in (signal.SIG_DFL, signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        # What JAX does at exit takes some tenths of a second, in which Python calls no handler.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _leave(*_: object) -> None:

@@ -168,7 +168,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 @typed
 def _column(
     metrics: Metrics, name: str
-) -> tuple[Integer[np.ndarray, " values"], Float[np.ndarray, " values"]]:
+) -> tuple[Integer[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
     """Return the steps that have a metric, and its values."""
     steps = []
     values = []

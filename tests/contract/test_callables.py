@@ -58,6 +58,7 @@ LOOSE = {
     "generation.text.default_prompt",
     "nn.loss._chunked",
     "runs.evaluate._tokens_of",
+    "runs.plots._column",
     "page.anatomy.record_calls.<locals>.__call__",
     "page.numbers.encode_text",
 }
