@@ -91,8 +91,7 @@ class Dataset:
             tokenizer = OwnTokenizer.of(tokenizer)
         for name, array in arrays.items():
             require_in_vocabulary(name, array, tokenizer)
-        dtype = token_dtype(tokenizer)
-        parts = [array.astype(dtype, copy=False) for array in arrays.values()]
+        parts = [_narrow(array, tokenizer) for array in arrays.values()]
         digest = digest_of(*parts)
         if validation is None:
             fractions = DataConfig(
@@ -101,6 +100,16 @@ class Dataset:
             parts = _split(parts[0], fractions)
         training, held_out, unseen = parts
         return cls(training, held_out, unseen, tokenizer, digest)
+
+
+@typed
+def _narrow(
+    tokens: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer
+) -> Integer[np.ndarray, " tokens"]:
+    """Return tokens in a dtype that JAX has and that is native here."""
+    if tokens.dtype.isnative and tokens.dtype.name in ("uint8", "uint16", "uint32", "int32"):
+        return tokens
+    return tokens.astype(token_dtype(tokenizer))
 
 
 def _dataset_of(prepared: Prepared, fractions: DataConfig) -> Dataset:
