@@ -46,9 +46,6 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             sync_below(partial)
             sync_directory(partial)
             os.replace(partial, path)
-            # Before the slow sync: a process that is killed in it would leave the lock.
-            lock.unlink()
-            sync_directory(path.parent)
         except KeyboardInterrupt:
             is_to_continue = content is not None
             raise
@@ -60,6 +57,8 @@ def new_directory(path: Path, content: str | None = None) -> Iterator[Path]:
             if not is_to_continue:
                 shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
+        # Without the lock: a process that is killed in this slow call would leave it.
+        sync_directory(path.parent)
 
 
 def _require_free(path: Path) -> None:

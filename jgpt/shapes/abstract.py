@@ -51,10 +51,13 @@ class World:
         dtype = np.dtype(np.uint32)  # of keys of random numbers
         if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             dtype = np.dtype(aval.dtype)
-        low, high = np.False_, np.True_  # and any two different integers
         if is_float(dtype):
             high = np.where(big, np.inf, self.limit(dtype))
             low = -high
+        else:
+            # For an integer, any two numbers that differ stand for all.
+            low = np.False_
+            high = np.True_
         return Abstract(self, aval.shape, dtype, [low, high, *reach])
 
 
@@ -87,22 +90,34 @@ class Abstract:
         self.dtype = np.dtype(dtype)
         self.limit = world.limit(dtype)
         if is_float(dtype):
-            is_nan = np.isnan(low) | np.isnan(high)
-            low, high = chosen(is_nan, (-np.inf, np.inf), (low, high))
-            # What can be as large as a moderate number is one.
-            size = np.maximum(-low, high)
-            is_moderate = (size == self.limit) & (low != high)
-            low, high = chosen(is_moderate, (-size, size), (low, high))
+            low, high = self._ends_of_floats(low, high)
         elif self.dtype != bool:
-            # Integers are known or not: nothing is asked of their size.
-            anything = (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-            low, high = chosen(np.equal(low, high), (low, high), anything)
-        low, high = (np.asarray(end).astype(self.dtype) for end in (low, high))
-        reach = [np.where(low == high, NOWHERE, channel).astype(np.int32) for channel in reach]
+            low, high = self._ends_of_integers(low, high)
+        low = np.asarray(low).astype(self.dtype)
+        high = np.asarray(high).astype(self.dtype)
+        fields = [low, high]
+        is_known = low == high
+        for channel in reach:
+            # A known number is the same whatever the inputs are.
+            fields.append(np.where(is_known, NOWHERE, channel).astype(np.int32))
         # With as many axes as the array, so that fields of several arrays align.
-        axes = np.zeros((1,) * len(self.shape), bool)
-        self.fields: Fields = shrunk([low, high, *reach, axes])[:-1]
+        fields.append(np.zeros((1,) * len(self.shape), bool))
+        self.fields: Fields = shrunk(fields)[:-1]
         self.low, self.high, *self.reach = self.fields
+
+    def _ends_of_floats(self, low: Any, high: Any) -> Fields:
+        """Return the ends of floats: NaN may be any number, and a moderate one is any such."""
+        is_nan = np.isnan(low) | np.isnan(high)
+        low, high = chosen(is_nan, (-np.inf, np.inf), (low, high))
+        size = np.maximum(-low, high)
+        # One interval for all moderate numbers, so that a loop comes to a fixpoint.
+        is_moderate = (size == self.limit) & (low != high)
+        return chosen(is_moderate, (-size, size), (low, high))
+
+    def _ends_of_integers(self, low: Any, high: Any) -> Fields:
+        """Return the ends of integers, which are known or not: nothing is asked of their size."""
+        anything = (jnp.iinfo(self.dtype).min, jnp.iinfo(self.dtype).max)
+        return chosen(np.equal(low, high), (low, high), anything)
 
     @property
     def known(self) -> np.ndarray:
@@ -137,7 +152,9 @@ class Abstract:
 
     def with_fields(self, fields: Iterable[Any], shape: Sequence[int] | None = None) -> "Abstract":
         """Return an array of this dtype with other fields."""
-        return Abstract(self.world, self.shape if shape is None else shape, self.dtype, fields)
+        if shape is None:
+            shape = self.shape
+        return Abstract(self.world, shape, self.dtype, fields)
 
     def depending(self, *reaches: Fields) -> "Abstract":
         """Return the array with further dependences."""
@@ -152,9 +169,11 @@ class Abstract:
 
     def item(self, number: int) -> "Abstract":
         """Return one item along the first axis."""
-        return self.with_fields(
-            [field[number % len(field)] for field in self.fields], self.shape[1:]
-        )
+        items = []
+        for field in self.fields:
+            # A field that doesn't vary along the axis has one item.
+            items.append(field[number % len(field)])
+        return self.with_fields(items, self.shape[1:])
 
     def is_same(self, other: "Abstract") -> bool:
         """Return whether all fields are equal."""
@@ -164,15 +183,18 @@ class Abstract:
 def shrunk(fields: Sequence[np.ndarray]) -> Fields:
     """Store each axis along which no field varies with size 1."""
     common = list(np.broadcast_arrays(*fields))
-    for axis in np.flatnonzero(np.greater(common[0].shape, 1)):
+    for axis in range(common[0].ndim):
+        if common[0].shape[axis] <= 1:
+            continue
         firsts = [field.take([0], axis) for field in common]
-        # A stride of 0 is that of a broadcast axis, which need not be compared.
-        if all(
-            field.strides[axis] == 0 or (field == first).all()
-            for field, first in zip(common, firsts, strict=True)
-        ):
+        if all(map(_is_constant, common, firsts, [axis] * len(common))):
             common = list(np.broadcast_arrays(*firsts))
     return common
+
+
+def _is_constant(field: np.ndarray, first: np.ndarray, axis: int) -> bool:
+    # A stride of 0 is that of a broadcast axis, which need not be compared.
+    return field.strides[axis] == 0 or bool((field == first).all())
 
 
 def chosen(condition: Any, fields: Sequence[Any], others: Sequence[Any]) -> Fields:

@@ -140,13 +140,20 @@ def ask(
     shapes = [jax.ShapeDtypeStruct(given.value.shape, given.value.dtype) for given in inputs]
     plain = []
     for number, argument in enumerate(args):
+        value = argument
         is_known = isinstance(argument, Known)
-        plain.append(argument.array if is_known else argument)
-        for leaf in jax.tree.leaves(plain[-1]):
+        if is_known:
+            value = argument.array
+        plain.append(value)
+        for leaf in jax.tree.leaves(value):
             inputs.append(Input(leaf, is_known, of.get(number, ())))
     closed, result = jax.make_jaxpr(call, return_shape=True)(*shapes, *plain)
-    names = dict.fromkeys(name for axes in of.values() for name in axes if name is not None)
-    return Question(closed, inputs, list(names), jax.tree.structure(result))
+    names: list[str] = []
+    for axes in of.values():
+        for name in axes:
+            if name is not None and name not in names:  # arguments may share an axis
+                names.append(name)
+    return Question(closed, inputs, names, jax.tree.structure(result))
 
 
 def _positions(aval: Any, names: Sequence[str], axes: Sequence[str | None]) -> list[np.ndarray]:

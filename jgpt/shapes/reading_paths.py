@@ -47,19 +47,26 @@ def _operand_with(
     is the number of one that brings the target.
     """
 
-    # Of several, the operand that was made first: the way through the residual stream is short. Of
-    # weights and values the weights, which read several positions: their way goes by the mask.
     def order(x: Abstract) -> tuple[int, int]:
+        made = -1  # an input is before all operations
+        if x.origin is not None:
+            made = x.origin.order
         width = 0
         if origin.name == "dot_general":
-            last_minus_first = x.reach[channel] + x.reach[channel ^ 1]
-            width = int(last_minus_first[x.reach[channel] == target].max(initial=0))
-        return -width, -1 if x.origin is None else x.origin.order
+            width = _width(x, channel, target)
+        return -width, made
 
+    # Of weights and values, first the weights, which read several positions: their way goes by the
+    # mask. Of others the one that was made first: the way through the residual stream is short.
     for operand in sorted(set(origin.operands), key=order):
         numbers = np.arange(math.prod(operand.shape), dtype=np.int32).reshape(operand.shape)
         brings = np.where(operand.reach[channel] == target, numbers, NOWHERE)
-        tagged = [_with_reach(x, brings if x is operand else NOWHERE) for x in origin.operands]
+        tagged = []
+        for x in origin.operands:
+            number_of_element = NOWHERE
+            if x is operand:
+                number_of_element = brings
+            tagged.append(_with_reach(x, number_of_element))
         with np.errstate(all="ignore"):
             result = origin.rule(*tagged)[origin.result]
         number = int(whole(result, result.reach[0])[element])
@@ -67,6 +74,14 @@ def _operand_with(
             place = np.unravel_index(number, operand.shape)
             return operand, tuple(map(int, place))
     raise AssertionError(f"no operand of {origin.name} brings what its result has")
+
+
+def _width(x: Abstract, channel: int, target: int) -> int:
+    """Return over how many positions those elements reach that bring the target."""
+    # The channel beside it has the first position, negated: their sum is last minus first.
+    last_minus_first = x.reach[channel] + x.reach[channel ^ 1]
+    brings = x.reach[channel] == target
+    return int(last_minus_first[brings].max(initial=0))
 
 
 def _with_reach(x: Abstract, channel: Any) -> Abstract:
@@ -88,9 +103,11 @@ def texts_of(steps: Sequence[Step]) -> list[str]:
     texts = []
     for place, on_line in itertools.groupby(steps, key=lambda step: step.place):
         step = next(on_line)
-        shape = "" if step.name == "input" else f"[{','.join(map(str, step.shape))}]"
-        at = ",".join(map(str, step.element))
-        texts.append(f"{step.name}{shape} at [{at}]{source_of(place)}")
+        what = step.name
+        if what != "input":  # whose shape the user knows
+            what += f"[{','.join(map(str, step.shape))}]"
+        element = ",".join(map(str, step.element))
+        texts.append(f"{what} at [{element}]{source_of(place)}")
     return texts
 
 
@@ -98,9 +115,11 @@ def source_of(place: Place) -> str:
     """Return the line of source of a place; that of a library with the program's that calls it."""
     text = ""
     for line in (place.library, place.program):
-        if line is not None:
-            file, number = line
-            # A cell of a notebook has a file of its own, whose name is a number.
-            name = "cell" if "ipykernel" in file else Path(file).name
-            text += f"   {name}:{number}: {linecache.getline(file, number).strip()}"
+        if line is None:
+            continue
+        file, number = line
+        name = Path(file).name
+        if "ipykernel" in file:  # a cell of a notebook has a file, whose name is a number
+            name = "cell"
+        text += f"   {name}:{number}: {linecache.getline(file, number).strip()}"
     return text
