@@ -57,6 +57,8 @@ def _run_or_exit(args: list[str]) -> None:
             say(open_console(), *lines)  # afterwards: processes that join replace stdout
         finally:
             sys.stdout.flush()  # Python would report a failure at exit, which is too late
+    except KeyboardInterrupt:  # while a folder was written, which is deleted then
+        sys.exit(130)
     except BrokenPipeError:  # the reader left, as `head` does: end as by SIGPIPE
         _discard_output()
         sys.exit(141)

@@ -116,7 +116,11 @@ def _leave(*_: object) -> None:
 @contextlib.contextmanager
 def interrupted_by(handler: Callable[..., Any]) -> Iterator[None]:
     """Call another handler at Ctrl-C in the block."""
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:  # in the background
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

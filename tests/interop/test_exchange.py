@@ -1,7 +1,9 @@
 """`jgpt import` and `jgpt export` as a user types them."""
 
 import json
+import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
+from tests.commands import jgpt as command
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.models import random_gpt, to_torch, weights_of
@@ -233,6 +236,27 @@ def test_of_several_dropout_rates_the_lowest_is_trained_with(gpt2, text_file, tm
     _, _, run_config = load(run)
     assert run_config.model.dropout == 0.125
     assert read_json(tmp_path / "out" / "config.json") == config
+
+
+@pytest.mark.parametrize("name", ["import", "export"])
+def test_an_interruption_leaves_nothing_of_what_was_written(
+    name, gpt2, imported, text_file, tmp_path, monkeypatch
+):
+    def interrupted(path):
+        assert len(list(path.iterdir())) > 1  # nearly all is written
+        os.kill(os.getpid(), signal.SIGINT)
+
+    source = {"import": gpt2, "export": imported}[name]
+    more = {"import": ("--data", text_file), "export": ()}[name]
+    monkeypatch.setattr("jgpt.files.sync_below", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = command(name, source, "--out", tmp_path / "out", *more)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert (done.code, done.stdout, done.stderr) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_file_about_text_is_named(imported, tmp_path):

@@ -1,5 +1,6 @@
 """`jgpt export`: a run's weights for other programs."""
 
+import signal
 from typing import Annotated
 
 from jgpt.cli import runs, terminal
@@ -7,6 +8,7 @@ from jgpt.cli.arguments import Checkpoint, Lines, Run
 from jgpt.cli.options import (
     OptionSpec,
 )
+from jgpt.cli.signals import interrupted_by
 
 
 def export(
@@ -33,5 +35,6 @@ def export(
     with runs.loaded_run(run, checkpoint) as (model, tokenizer, _):
         from jgpt.interop.huggingface import save_hf
 
-        save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=imported)
+        with interrupted_by(signal.default_int_handler):
+            save_hf(model, out, tokenizer=tokenizer, zero_biases=zero_biases, like=imported)
     return [f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained"]

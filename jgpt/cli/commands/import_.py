@@ -1,6 +1,7 @@
 """`jgpt import`: other programs' weights as a run."""
 
 import dataclasses
+import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from jgpt.cli.options import (
     OptionError,
     OptionSpec,
 )
+from jgpt.cli.signals import interrupted_by
 from jgpt.config import ComputeDtype, DataConfig
 from jgpt.words import counted
 
@@ -65,7 +67,8 @@ def import_(
         dataclasses.replace(model.config, dtype=dtype),
         DataConfig(data=data),
     )
-    save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
+    with interrupted_by(signal.default_int_handler):
+        save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
     return [
         f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {shell_command('sample', path)}"
