@@ -58,6 +58,7 @@ docs/troubleshooting
 :caption: How to
 docs/change
 docs/weights
+docs/elsewhere
 docs/scale
 docs/look
 docs/idea

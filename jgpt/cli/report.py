@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 import jax
 
-from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.fields import Code
+from jgpt.interop.formats import hf_config, natural_format
 from jgpt.machine import device_kinds
 from jgpt.nn.models import Weights
 from jgpt.parallel.mesh import abstract_mesh
@@ -132,7 +133,17 @@ def describe(plan: Plan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
         lines += _describe_process_memory(plan)
+    lines.append(describe_export(config.model))
     return [*lines, "no run was written: leave out --dry-run to train"]
+
+
+def describe_export(config: ModelConfig) -> str:
+    """As what a model can be exported, or why it can't."""
+    try:
+        hf_config(config)
+    except ValueError as error:
+        return f"no other program can read it: {error}"
+    return f"other programs can read it, as {natural_format(config).name}: jgpt export"
 
 
 def _describe_process_memory(plan: Plan) -> list[str]:

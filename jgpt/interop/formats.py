@@ -118,7 +118,20 @@ QWEN3 = dataclasses.replace(
     | {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
     implied=LLAMA.implied | {"qk_norm": True, "qk_norm_scale": True},
 )  # fmt: skip
-HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+APERTUS = dataclasses.replace(
+    QWEN3, name="Apertus", architecture="ApertusForCausalLM",
+    modules=QWEN3.modules | {
+        "blocks.{}.attention_norm": "layers.{}.attention_layernorm",
+        "blocks.{}.feed_forward_norm": "layers.{}.feedforward_layernorm",
+    },
+    # Apertus's own activation is xIELU, and its positions are scaled unless a config says otherwise
+    defaults={
+        **{name: value for name, value in LLAMA.defaults.items() if name != "rope_theta"},
+        "hidden_act": "xielu", "rms_norm_eps": 1e-5,
+    },
+    implied=QWEN3.implied | {"gated": False},
+)  # fmt: skip
+HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "apertus": APERTUS}
 """The formats by `model_type`."""
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -146,7 +159,7 @@ only in a format with QK-norm, where it is a field."""
 def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
     """Read another project's config. Raises ValueError for missing or unsupported fields."""
     values = _without_aliases(values, format)
-    if "rope_theta" in format.defaults:
+    if format.implied["positions"] == "rotary":
         values = _without_rope_parameters(values)
     values = format.defaults | values
     pairs = dict(format.fields)
@@ -240,9 +253,7 @@ def _read_activation(name: str, value: Any) -> Activation:
     return _ACTIVATIONS[value]
 
 
-def hf_config(
-    config: ModelConfig, *, zero_biases: bool = False, source: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def hf_config(config: ModelConfig, source: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a model's `config.json` for transformers, in the format that `save_hf` describes.
 
     `source` is the original `config.json` of the model. Its fields that still hold for this model
@@ -251,20 +262,16 @@ def hf_config(
     """
     if config.make is not None:
         raise ValueError("a custom model can't be exported: no format describes it")
-    kind = _natural_type(config)
-    format = HF_FORMATS[kind]
-    problem = _unsupported(config, format, zero_biases)
+    format = natural_format(config)
+    problem = unsupported(config, format)
     if problem is not None:
-        # With zero biases, the format would fit.
-        if "`zero_biases=True`" not in problem:
-            presets = ", ".join(_exportable_presets())
-            problem = (
-                f"{problem}, and no other format fits. The presets that can be exported: {presets}"
-            )
-        raise ValueError(problem)
+        nearest = _nearest_exportable(config)
+        raise ValueError(f"{problem}, and no other format fits; the preset {nearest} has one")
+    kind = _kind_of(format)
     written = {"model_type": kind, "architectures": [format.architecture]}
     values = _explicit_values(config)
-    for theirs, ours in format.fields:
+    # In reverse, since the first field of two that share a name is the one that is written.
+    for theirs, ours in reversed(format.fields):
         written[theirs] = values[ours]
     # `write_tensors` widens all other dtypes to float32.
     written["dtype"] = "float32"
@@ -273,18 +280,38 @@ def hf_config(
     if kind == "gpt2":
         # transformers doesn't use this field; other programs read it as the context length.
         written["n_ctx"] = config.block_size
+    if kind == "apertus":
+        # Without this field, transformers scales the positions as in Llama 3.
+        written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if source is None or source.get("model_type", "gpt2") != kind:
         return written | {"bos_token_id": None, "eos_token_id": None}
     return _in_words_of(source, written, config, format)
 
 
-def _exportable_presets() -> list[str]:
-    """Return the presets that GPT-2's format expresses, with zeros for biases."""
-    exportable = []
+def natural_format(config: ModelConfig) -> Format:
+    """Return the format that expresses most of a model."""
+    if config.positions != "rotary":
+        return GPT2
+    if not config.gated:
+        return APERTUS
+    return QWEN3 if config.qk_norm else LLAMA
+
+
+def _kind_of(format: Format) -> str:
+    """Return the `model_type` of a format."""
+    (kind,) = [kind for kind, other in HF_FORMATS.items() if other is format]
+    return kind
+
+
+def _nearest_exportable(config: ModelConfig) -> str:
+    """Return the preset that can be exported and differs from a model in the fewest fields."""
+    values = dataclasses.asdict(config)
+    differences = {}
     for name, (_, preset) in PRESETS.items():
-        if _unsupported(preset.model, GPT2, zero_biases=True) is None:
-            exportable.append(name)
-    return exportable
+        model = dataclasses.replace(preset.model, vocab_size=config.vocab_size)
+        if unsupported(model, natural_format(model)) is None:
+            differences[name] = sum(getattr(model, field) != values[field] for field in values)
+    return min(differences, key=differences.__getitem__)
 
 
 def _explicit_values(config: ModelConfig) -> dict[str, Any]:
@@ -298,15 +325,6 @@ def _explicit_values(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_size,
         "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
     }
-
-
-def _natural_type(config: ModelConfig) -> str:
-    """Return the `model_type` whose format expresses most of a model."""
-    if config.positions != "rotary":
-        return "gpt2"
-    if config.qk_norm:
-        return "qwen3"
-    return "llama"
 
 
 def _in_words_of(
@@ -325,8 +343,11 @@ def _in_words_of(
     return kept | written
 
 
-def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str | None:
-    """Return a message about the first field that a format can't express."""
+def unsupported(config: ModelConfig, format: Format) -> str | None:
+    """Return a message about the first field that a format can't express, or None.
+
+    A bias or a norm's scale that the model lacks is no problem: zeros and ones are written.
+    """
     # The values of the format's models in fields that it lacks.
     only_model = ModelConfig(**format.implied)
     expressed = {ours for _, ours in format.fields}
@@ -342,18 +363,21 @@ def _unsupported(config: ModelConfig, format: Format, zero_biases: bool) -> str 
         value = getattr(config, name)
         only = getattr(only_model, name)
         is_default = name in defaults and value == defaults[name]
-        if value == only or is_default:
+        is_missing_part = only is True and name.endswith(("_bias", "norm_scale"))
+        if value == only or is_default or is_missing_part:
             continue
-        problem = f"{format.name}'s format doesn't support `{name}={value!r}`"
-        # A format that always has biases can be written with zeros in their places.
-        is_missing_bias = only is True and name.endswith("_bias")
-        if not is_missing_bias:
-            return f"{problem}, only `{name}={only!r}`"
-        if not zero_biases:
-            return f"{problem}: `zero_biases=True` writes zeros for the missing biases"
-    if "qk_norm_epsilon" in expressed and config.norm_epsilon != config.qk_norm_epsilon:
-        return (
-            f"{format.name}'s format doesn't support `norm_epsilon={config.norm_epsilon!r}` "
-            f"with `qk_norm_epsilon={config.qk_norm_epsilon!r}`: it has one for all norms"
-        )
+        if name == "head_bias" and format is GPT2:
+            if _has_room_for_head_bias(config):
+                continue
+            return (
+                "GPT-2's format has room for `head_bias=True` only with `use_bias=True` and at "
+                f"most `embed_dim` + 1 = {config.embed_dim + 1} tokens, not {config.vocab_size}"
+            )
+        return f"{format.name}'s format doesn't support `{name}={value!r}`, only `{name}={only!r}`"
     return None
+
+
+def _has_room_for_head_bias(config: ModelConfig) -> bool:
+    """Return whether the last norm's bias can stand for any bias of the head."""
+    # A number for each token, up to one that is added to all of them.
+    return config.use_bias and config.vocab_size <= config.embed_dim + 1

@@ -1,4 +1,4 @@
-"""Hugging Face directories of GPT-2, Llama and Qwen3, read and written: JSON and safetensors."""
+"""Hugging Face directories, read and written: JSON and safetensors."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,6 @@ from jgpt.files import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
-    Tensors,
     plain_names,
     read_tensors,
     require_embeddings,
@@ -46,7 +45,7 @@ HF_INDEX = "model.safetensors.index.json"
 
 @typed
 def load_hf(directory: str | Path, *, block_size: int | None = None) -> GPT:
-    """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too) or Qwen3, in float32.
+    """Load a Hugging Face directory of GPT-2, Llama (SmolLM2, too), Qwen3 or Apertus, in float32.
 
     `block_size` replaces the config's context length, which requires rotary positions. Raises
     FileNotFoundError for a missing file, and ValueError for another format or an unsupported
@@ -80,33 +79,30 @@ def save_hf(
     directory: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
-    zero_biases: bool = False,
     like: str | Path | None = None,
 ) -> None:
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
-    The format is GPT-2's for learned positions, else Qwen3's for QK-norm, else Llama's.
-    `zero_biases` saves zeros for biases that GPT-2's format has and the model lacks. `like` is the
-    folder that the model was loaded from: its special tokens, chat template and generation options
-    are saved, too. Raises ValueError for a model that the format can't express.
+    The format is GPT-2's for learned positions, Apertus's for rotary ones without a gate, else
+    Qwen3's for QK-norm and Llama's without it. `like` is the folder that the model was loaded from:
+    its special tokens, chat template and generation options are saved, too. Raises ValueError for a
+    model that the format can't express.
     """
-    if not isinstance(model, GPT):
-        raise ValueError("Hugging Face's format doesn't support `architecture='bigram'`")
+    model = require_exportable(model)
     if tokenizer is not None:
         require_embeddings(model, tokenizer)
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))
-    config = _config_to_write(model, tokenizer, files, zero_biases)
-    if model.config.make is None:  # a custom model gets a different error
-        _require_config_describes(model)
+    config = _config_to_write(model, tokenizer, files)
     generation = parse_text_file(files, GENERATION)
     with_embedding = without_tokens_past(generation, model.vocab_size)
     if with_embedding != generation:
         files[GENERATION] = (json.dumps(with_embedding, indent=2) + "\n").encode()
     files.pop(HF_CONFIG, None)  # it is written from the model
     # Before the folder is made, so that an error leaves nothing behind.
-    tensors = write_tensors(model, HF_FORMATS[config["model_type"]])
+    entries = write_tensors(model, HF_FORMATS[config["model_type"]])
+    tensors = {name: entry.read() for name, entry in entries.items()}
     with new_directory(Path(directory)) as partial:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_weights(tensors, partial / HF_WEIGHTS)
@@ -119,8 +115,12 @@ def save_hf(
         write_tokenizer(tokenizer, files, partial)
 
 
-def _require_config_describes(model: GPT) -> None:
-    """Raise ValueError unless the GPT of the config computes the same from the same weights."""
+def require_exportable(model: LanguageModel) -> GPT:
+    """Return a model that a format describes. Raises ValueError for another, and for one that
+    computes something else than the GPT of its config from the same weights."""
+    if not isinstance(model, GPT):
+        raise ValueError("`architecture='bigram'` can't be exported: no format describes it")
+    hf_config(model.config)
     graph, weights = nnx.split(abstract_model(model.config))
     own_weights = nnx.state(model, nnx.Param)
     reason = "it has other parameters than its config"
@@ -131,7 +131,7 @@ def _require_config_describes(model: GPT) -> None:
         tokens = jnp.arange(min(model.block_size, 8))[None] % model.vocab_size
         expected = nnx.merge(graph, own_weights)(tokens)
         if jnp.allclose(model(tokens), expected, rtol=1e-3, atol=1e-5, equal_nan=True):
-            return
+            return model
         reason = "it computes something else than its config says"
     raise ValueError(f"the model can't be exported: {reason}, and no format describes that")
 
@@ -140,14 +140,13 @@ def _config_to_write(
     model: GPT,
     tokenizer: Tokenizer | None,
     files: TextFiles,
-    zero_biases: bool,
 ) -> dict[str, Any]:
     """Return the model's `config.json`, with the special tokens of its source."""
     source = parse_text_file(files, HF_CONFIG)
     if source:
-        config = hf_config(model.config, zero_biases=zero_biases, source=source)
+        config = hf_config(model.config, source)
         return without_tokens_past(config, model.vocab_size)
-    config = hf_config(model.config, zero_biases=zero_biases)
+    config = hf_config(model.config)
     if tokenizer is not None and tokenizer.end_of_text is not None:
         config["bos_token_id"] = tokenizer.end_of_text
         config["eos_token_id"] = tokenizer.end_of_text
@@ -184,8 +183,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, Entry]:
             raise ValueError(f"not a complete safetensors file: {error}") from None
 
 
-@typed
-def _write_weights(tensors: Tensors, path: Path) -> None:
+def _write_weights(tensors: dict[str, np.ndarray], path: Path) -> None:
     # safetensors 0.8.0 saves wrong values of arrays that are not C-contiguous, such as transposed
     # kernels (huggingface/safetensors#825)
     named = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}

@@ -1,14 +1,15 @@
 """Weights with the names and layouts of other projects."""
 
 import dataclasses
+import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.data.byte_pairs import BPETokenizer
@@ -19,12 +20,11 @@ from jgpt.nn.precision import wider_dtype
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
-# by name; unlike in a dict annotation, all leaves are checked
-Tensors = PyTree[Float[np.ndarray, "..."]]
 _HEAD = "lm_head.weight"
 """The name of the head, which is outside of the prefix in all formats."""
 _OUTER_MODULES = re.compile(r"^((_orig_mod|module)\.)*((transformer|model)\.)?")
 """torch.compile and DistributedDataParallel wrap a model in a module of their own."""
+_QUERY_OR_KEY = re.compile(r"\.attention\.(query|key)\.(kernel|bias)$")
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 """Buffers with constants: GPT-2's causal mask, and the frequencies of rotary positions."""
 
@@ -98,43 +98,65 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
 
 
 @typed
-def write_tensors(model: GPT, format: Format) -> Tensors:
-    """Return the inverse of `read_tensors`, in at least float32, with zeros for biases that GPT-2
-    has."""
+def write_tensors(model: GPT, format: Format) -> dict[str, Entry]:
+    """Return the inverse of `read_tensors`, in at least float32; a tensor is made when it is read.
+
+    Three things that the model computes and the format has no place for are written into
+    weights: a norm's scale or a bias that is missing becomes ones or zeros, an epsilon of QK-norm
+    becomes a factor of queries and keys, and the bias of the head one of the last norm.
+    """
     config = model.config
     parameters = named_parameters(model)
     dtype = wider_dtype(config.param_dtype)
-    tensors = {}
-    for name, stored in _layout(config, format).items():
-        arrays = []
-        for parameter in stored.sizes:
-            value = parameters[parameter].get_value()
-            arrays.append(np.asarray(value, dtype))
-        tensor = np.concatenate(arrays, axis=-1)
-        if stored.transposed:
-            tensor = tensor.T
-        tensors[name] = tensor
-    _add_zero_biases(tensors, dtype)
-    prefixed = {}
-    for name, tensor in tensors.items():
-        if name != _HEAD:
-            prefixed[f"{format.prefix}.{name}"] = tensor
-    if _HEAD in tensors:
-        prefixed[_HEAD] = tensors[_HEAD]
-    return prefixed
+
+    def value_of(name: str, size: int) -> np.ndarray:
+        if name not in parameters:
+            return np.full(size, float(name.endswith(".scale")), dtype)
+        value = np.asarray(parameters[name].get_value(), dtype)
+        if config.qk_norm and _QUERY_OR_KEY.search(name):
+            return value * dtype.type(_factor_for_epsilon(config))
+        if config.head_bias and name == "final_norm.bias":
+            return value + _before_head(parameters, dtype)
+        return value
+
+    def tensor_of(stored: _Stored) -> np.ndarray:
+        values = [value_of(name, size) for name, size in stored.sizes.items()]
+        tensor = np.concatenate(values, axis=-1)
+        return tensor.T if stored.transposed else tensor
+
+    entries = {}
+    for name, stored in _layout(_with_all_parts(config, format), format).items():
+        full_name = name if name == _HEAD else f"{format.prefix}.{name}"
+        entries[full_name] = Entry(stored.shape, functools.partial(tensor_of, stored))
+    return entries
 
 
-def _add_zero_biases(tensors: dict[str, Any], dtype: Any) -> None:
-    """Add a bias of zeros to each linear layer and norm without one, as GPT-2's format requires.
+def _with_all_parts(config: ModelConfig, format: Format) -> ModelConfig:
+    """Return the config of a model with the biases and scales that a format has."""
+    parts = {"norm_scale": True, "head_bias": False}
+    for name, value in format.implied.items():
+        if name.endswith(("_bias", "norm_scale")):
+            parts[name] = value
+    return dataclasses.replace(config, **parts)
 
-    The tensors of Llama and Qwen3 have other names, and stay unchanged.
+
+def _factor_for_epsilon(config: ModelConfig) -> float:
+    """Return the factor of queries and keys with which QK-norm has the epsilon of other norms.
+
+    norm(s x) with the epsilon e is norm(x) with the epsilon e / s^2.
     """
-    for name in list(tensors):
-        if not name.startswith(("h.", "ln_f.")) or not name.endswith("weight"):
-            continue
-        bias = name.removesuffix("weight") + "bias"
-        if bias not in tensors:
-            tensors[bias] = np.zeros(tensors[name].shape[-1], dtype)
+    return math.sqrt(config.norm_epsilon / config.qk_norm_epsilon)
+
+
+def _before_head(parameters: dict[str, Any], dtype: Any) -> np.ndarray:
+    """Return what the last norm adds for the head to add its bias, up to a number that is the same
+    for all tokens, which no probability depends on."""
+    kernel = parameters["head.kernel"].get_value()
+    rows = np.asarray(kernel, np.float64).T  # token feature
+    bias = np.asarray(parameters["head.bias"].get_value(), np.float64)
+    with_constant = np.hstack([rows, np.ones((len(rows), 1))])
+    solution, *_ = np.linalg.lstsq(with_constant, bias)
+    return solution[:-1].astype(dtype)
 
 
 def require_its_tokenizer(model: GPT, tokenizer: Tokenizer) -> None:

@@ -68,6 +68,14 @@ def parse_text_file(files: TextFiles, name: str) -> dict[str, Any]:
     return json.loads(files[name].decode("utf-8-sig"))  # some editors write a byte-order mark
 
 
+def chat_template(files: TextFiles) -> str | None:
+    """Return the template of a conversation, in Jinja, or None."""
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    template = parse_text_file(files, TOKENIZER_CONFIG).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
 def read_folder_tokenizer(folder: Path, vocab_size: int = sys.maxsize) -> Tokenizer:
     """Read the tokenizer of a folder, with the tokens that files beside `tokenizer.json` add.
 

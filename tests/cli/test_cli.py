@@ -515,7 +515,7 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
         ("chat",),
         ("look", "--prompt", "the"),
         ("look",),
-        ("export", "--out", "exported", "--zero-biases"),
+        ("export", "--out", "exported"),
         ("eval",),
     ],
     ids=lambda command: " ".join(command[:2]),

@@ -596,15 +596,22 @@ def test_export(loaded, monkeypatch):
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: run)
     loaded.note("jgpt.interop.formats.hf_config")
     loaded.note("jgpt.interop.huggingface.save_hf")
-    type_in("export", "run", "--out", "my_folder", "--zero-biases", "--checkpoint", 30)
+    type_in("export", "run", "--out", "my_folder", "--checkpoint", 30)
     received = loaded["save_hf"]
 
     assert received["directory"] == "my_folder"
-    assert received["zero_biases"] is True
     assert received["like"] == "the folder imported from"
     assert received["tokenizer"] is TOKENIZER
     assert loaded["load"]["which"] == 30
-    assert loaded["hf_config"]["zero_biases"] is True
+
+    loaded.note("jgpt.interop.gguf.save_gguf")
+    gguf = ("--to", "gguf", "--out", "my.gguf", "--weights", "q8_0", "--modelfile")
+    type_in("export", "run", *gguf)
+    received = loaded["save_gguf"]
+    assert str(received["file"]) == "my.gguf"
+    assert received["weights"] == "q8_0"
+    assert received["like"] == "the folder imported from"
+    assert Path("Modelfile").read_text().startswith("FROM ./my.gguf")
 
 
 def test_no_option_was_left_out():

@@ -32,7 +32,7 @@ SAMPLE, EXPORT, PLOT = (inspect.signature(it).parameters for it in (sample, expo
         (TRAIN, "`model.dropout`", "--dropout"),
         (TRAIN, "`keep_best`", "--keep-best"),
         (SAMPLE, "`which=4`", "--checkpoint 4"),
-        (EXPORT, "`zero_biases=True`", "--zero-biases"),
+        (EXPORT, "`modelfile=True`", "--modelfile"),
         # what a command has no option for stays as it is in Python
         (EXPORT, "`qkv_bias=False`", "`qkv_bias=False`"),
         (PLOT, "`steps=3`", "`steps=3`"),

@@ -151,15 +151,15 @@ SPELLED_OUT = {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5, "ze
 
 
 @pytest.mark.parametrize(
-    ("config", "zero_biases"),
-    [({"activation": "gelu_tanh"}, True), ({**GPT2, **SPELLED_OUT}, False)],
-    ids=["biases that are zero", "defaults spelled out"],
+    "config",
+    [{"activation": "gelu_tanh", "norm_scale": False}, {**GPT2, **SPELLED_OUT}],
+    ids=["without biases and scales", "defaults spelled out"],
 )
-def test_the_same_function_in_gpt2s_words(config, zero_biases, tmp_path):
+def test_the_same_function_in_gpt2s_words(config, tmp_path):
     model = random_model(jgpt.ModelConfig(**SIZES, **config))
     tokens = jnp.arange(10).reshape(2, 5)
 
-    jgpt.save_hf(model, tmp_path / "gpt2", zero_biases=zero_biases)
+    jgpt.save_hf(model, tmp_path / "gpt2")
     again = jgpt.load_hf(tmp_path / "gpt2")
 
     assert again.config.use_bias is True
@@ -167,7 +167,7 @@ def test_the_same_function_in_gpt2s_words(config, zero_biases, tmp_path):
     np.testing.assert_array_equal(again(tokens), model(tokens))
 
 
-ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
+ONE_OF_EACH = {"head_bias", "norm", "ngram_sizes"}
 """Fields of each kind; the others are read in the same way."""
 
 
@@ -177,29 +177,26 @@ ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
         lambda case: len(case[1]) > 1 or not ONE_OF_EACH.isdisjoint(case[1]),
         [
             # the first field is what is refused
-            ("gpt2", {"qkv_bias": False}),
-            ("gpt2", {"use_bias": False}),
-            ("gpt2", {"head_bias": True, "tie_embeddings": False}),
+            (
+                "gpt2",
+                {"head_bias": True, "tie_embeddings": False, "vocab_size": 23},
+            ),  # the width is 21
+            ("gpt2", {"head_bias": True, "tie_embeddings": False, "use_bias": False}),
             ("gpt2", {"num_kv_heads": 3, "num_heads": 6, "embed_dim": 24}),
             ("gpt2", {"norm": "rms"}),
-            ("gpt2", {"norm_scale": False}),
             ("gpt2", {"qk_norm": True}),
             ("gpt2", {"attention_scale": 0.7}),
             ("gpt2", {"attention_window": 3}),
             ("gpt2", {"ngram_sizes": (2, 3)}),
             ("gpt2", {"embedding_shortcut": True}),
             ("gpt2", {"logit_softcap": 15.0}),
-            ("gpt2", {"architecture": "bigram"}),
             ("qwen3", {"norm": "layer"}),
-            ("qwen3", {"gated": False}),
-            ("qwen3", {"qk_norm_scale": False}),
-            ("qwen3", {"norm_epsilon": 1e-5}),
             ("qwen3", {"qkv_bias": True}),
+            ("qwen3", {"qk_norm": False, "qk_norm_scale": False, "gated": False}),  # Apertus's
             ("qwen3", {"use_bias": True}),
             ("qwen3", {"attention_window": 3}),
             ("qwen3", {"logit_softcap": 15.0}),
             ("qwen3", {"attention_scale": 0.7}),
-            ("qwen3", {"norm_scale": False, "qk_norm": False, "qk_norm_scale": False}),  # Llama's
         ],
     ),
     ids=str,
@@ -207,15 +204,10 @@ ONE_OF_EACH = {"qkv_bias", "norm", "gated", "ngram_sizes"}
 def test_what_the_format_cannot_say_is_rejected(family, fields, tmp_path):
     model = abstract_model(config_of(family, **fields))
     name, value = next(iter(fields.items()))
-    complaint = re.escape(f"doesn't support `{name}={value!r}`")
-    # biases that are missing can be written as zeros; nothing else is mended by them
-    mended_by_zeros = value is False and "bias" in name
+    complaint = re.escape(f" `{name}={value!r}`")
 
     with pytest.raises(ValueError, match=complaint):
-        jgpt.save_hf(model, tmp_path / "hf", zero_biases=False)
-    if not mended_by_zeros:
-        with pytest.raises(ValueError, match=complaint):
-            jgpt.save_hf(model, tmp_path / "hf", zero_biases=True)
+        jgpt.save_hf(model, tmp_path / "hf")
     assert not list(tmp_path.iterdir())
 
 
@@ -304,26 +296,26 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path
         assert (folder / "thesis.txt").read_text() == "two years"
 
 
-def test_a_model_that_fits_no_format_says_which_preset_does():
-    """All that it says is exported, and what it leaves out is not."""
-    _, modern = PRESETS["modern-cpu"]
-
-    with pytest.raises(ValueError, match="presets that can be exported: ") as refused:
-        hf_config(modern.model)
-
-    message, _, listed = str(refused.value).partition(
-        ", and no other format fits. The presets that can be exported: "
-    )
-    assert message == "Qwen3's format doesn't support `gated=False`, only `gated=True`"
-    names = listed.split(", ")
-    assert {"tiny", "nanogpt-cpu", "gpt2-xl"} < set(names)
+def test_each_preset_is_exported_or_names_the_nearest_one_that_is():
+    kinds = {}
     for name, (_, config) in PRESETS.items():
-        if name in names:
-            exported = hf_config(config.model, zero_biases=True)
-            assert exported["n_layer"] == config.model.num_layers
-        else:
-            with pytest.raises(ValueError, match="format doesn't support"):
-                hf_config(config.model, zero_biases=True)
+        try:
+            kinds[name] = hf_config(config.model)["model_type"]
+        except ValueError as refused:
+            kinds[name] = str(refused).rpartition("the preset ")[2]
+    of_gpt2 = (
+        "nanogpt-cpu",
+        "nanogpt-char",
+        "tiny",
+        "lecture",
+        *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    )
+    assert kinds == {
+        **dict.fromkeys(of_gpt2, "gpt2"),
+        "modern": "apertus",
+        **dict.fromkeys(("modern-cpu", "shakespeare-best", "modern-7b"), "modern has one"),
+        "bigram": "nanogpt-cpu has one",
+    }
 
 
 # what is read

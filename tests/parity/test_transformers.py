@@ -158,7 +158,8 @@ def compared(reference: Any, model: Any) -> dict[str, tuple[Any, Any]]:
     theirs.loss.backward()
 
     hf_format = HF_FORMATS[reference.config.model_type]
-    found = write_tensors(nnx.merge(graph, gradients), hf_format)
+    entries = write_tensors(nnx.merge(graph, gradients), hf_format)
+    found = {name: entry.read() for name, entry in entries.items()}
     wanted = {path: leaf.grad.numpy() for path, leaf in reference.named_parameters()}
     return {
         "logits": ({"": np.asarray(logits)}, {"": theirs.logits.detach().numpy()}),
@@ -326,10 +327,21 @@ def test_stored_buffers_and_a_stored_tied_head(name, table, buffers, prefixed, t
         jgpt.load_hf(tmp_path)
 
 
+DEFAULT_PRESET = {
+    "activation": "relu_squared",
+    "gated": False,
+    "qk_norm_scale": False,
+    "norm_epsilon": 1e-2,  # beside 1e-6 of QK-norm
+    "tie_embeddings": False,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "changes"),
     [
         ("nanogpt", "gpt2", {}),  # without biases: the same function with zeros
+        ("qwen3", "apertus", DEFAULT_PRESET),
+        ("qwen3", "qwen3", {"norm_epsilon": 1e-2, "norm_scale": False}),
         ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
         ("qwen3", "qwen3", {"attention_scale": 10**-0.5}),
         ("qwen3", "llama", {"qk_norm": False, "qk_norm_scale": False, "zero_init": True}),
@@ -340,10 +352,28 @@ def test_stored_buffers_and_a_stored_tied_head(name, table, buffers, prefixed, t
 def test_a_model_of_ours_is_transformers_(family, kind, changes, tmp_path):
     """Trained here, with what is only of training, and with sizes that defaults give."""
     model = random_gpt(family, **changes)
-    jgpt.save_hf(model, tmp_path / kind, zero_biases=family == "nanogpt")
+    jgpt.save_hf(model, tmp_path / kind)
     theirs = read_back(tmp_path / kind)
     assert theirs.config.model_type == kind
     assert_same_logits(model, theirs)
+    again = jgpt.load_hf(tmp_path / kind)
+    assert_same_logits(again, theirs)
+
+
+def test_the_bias_of_the_lectures_head_goes_out_in_the_last_norm(tmp_path):
+    """The logits differ by a number for all tokens, on which no probability depends."""
+    model = random_gpt("lecture")
+    jgpt.save_hf(model, tmp_path / "gpt2")
+    theirs = read_back(tmp_path / "gpt2")
+    tokens = tokens_for(theirs)
+    ours = jax.nn.log_softmax(model(jnp.asarray(tokens)))
+    logits = theirs(torch.tensor(tokens)).logits
+    found = torch.log_softmax(logits, dim=-1).detach().numpy()
+    np.testing.assert_allclose(found, ours, rtol=0, atol=1e-4)
+    # without the bias they are far away
+    model.head.bias.set_value(0 * model.head.bias.get_value())
+    without = jax.nn.log_softmax(model(jnp.asarray(tokens)))
+    assert np.abs(found - without).max() > 0.1
 
 
 def test_a_base_where_older_configs_have_it(directory):

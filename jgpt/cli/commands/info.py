@@ -52,4 +52,5 @@ def info(
         if decided.micro_batches != 1:
             setting += f", micro_batches={decided.micro_batches}"
         lines.append(f"training memory at {setting}: {memory}")
+    lines.append(report.describe_export(config.model))
     return lines
