@@ -29,8 +29,6 @@ class Format:
     """The outer module in the names of tensors."""
     architecture: str = ""
     """The name of the class in transformers."""
-    aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of an alternative name that transformers accepts, and their config field."""
 
 
 # Each row of a table is one line, so that formats can be compared column by column.
@@ -76,10 +74,6 @@ GPT2 = Format(
     },
     implied={"positions": "learned", "norm": "layer", "qkv_bias": True, "use_bias": True},
     linear=False, architecture="GPT2LMHeadModel",
-    aliases=(
-        ("hidden_size", "n_embd"), ("max_position_embeddings", "n_positions"),
-        ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"),
-    ),
 )  # fmt: skip
 NANOGPT = Format(
     "nanoGPT", GPT2.modules,
@@ -137,28 +131,22 @@ HF_FORMATS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "apertus": APERTUS}
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
     "gelu": "gelu",
-    "gelu_python": "gelu",
     "relu": "relu",
     "relu2": "relu_squared",
     "silu": "silu",
-    "swish": "silu",
 }
-"""Their names of activations, and jgpt's. Of several names, an export writes the first."""
+"""Their names of activations, and jgpt's. Of two names, an export writes the first."""
 _IRRELEVANT = (
-    "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype", "qk_norm_epsilon",
-    "activation_dtype", "attention_kernel", "param_dtype", "remat", "scan_layers",
+    "vocab_size", "block_size", "ngram_rows", "ngram_dropout", "zero_init", "dropout", "dtype",
+    "activation_dtype", "attention_kernel", "param_dtype", "remat", "scan_layers", "make",
+    "qk_norm_epsilon",
 )  # fmt: skip
-"""Fields of jgpt that don't change the output of a trained model. The epsilon of QK-norm does, but
-only in a format with QK-norm, where it is a field."""
+"""Fields of jgpt that don't change the output of a trained model, or that all formats have."""
 
 
 def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
     """Read another project's config. Raises ValueError for missing or unsupported fields."""
-    values = _without_aliases(values, format)
     if format.implied["positions"] == "rotary":
         values = _without_rope_parameters(values)
     values = format.defaults | values
@@ -178,79 +166,37 @@ def read_config(values: dict[str, Any], format: Format) -> ModelConfig:
         _require_supported(name, values[name], format.defaults[name])
     fields = dict(format.implied)
     for theirs, ours in format.fields:
-        value = values[theirs]
-        if ours == "activation":
-            value = _read_activation(theirs, value)
-        fields[ours] = value
+        fields[ours] = values[theirs]
     rates = [values[theirs] for theirs, ours in format.fields if ours == "dropout"]
     if rates:
         # The lowest, so that an import trains with no more dropout than its source.
         fields["dropout"] = min(rates)
+    fields["activation"] = _ACTIVATIONS.get(fields["activation"], fields["activation"])
     return ModelConfig(**fields)
-
-
-def _without_aliases(values: dict[str, Any], format: Format) -> dict[str, Any]:
-    """Replace alternative names in a config, so that each value has one name."""
-    values = dict(values)
-    for alias, name in format.aliases:
-        if alias not in values:
-            continue
-        value = values.pop(alias)
-        values.setdefault(name, value)
-    return values
 
 
 def _without_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """Replace the parameters of plain rotary positions by their base, as `rope_theta`.
 
-    Since version 5, transformers writes the base into `rope_parameters`. It prefers `rope_scaling`,
-    which older versions wrote, and prefers a base inside either of them to one beside them.
+    transformers writes them into `rope_parameters`, and did into `rope_scaling`, which it prefers.
     """
     values = dict(values)
-    parameters = values.pop("rope_parameters", None)
-    scaling = values.pop("rope_scaling", None)
-    for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if rope is not None and not _is_plain_rope(rope):
-            raise ValueError(
-                f"{name}={rope!r} is not supported, only {{'rope_type': 'default'}} or linear "
-                "scaling by 1"
-            )
-    rope = scaling or parameters or {}
-    if "rope_theta" in rope:
-        values["rope_theta"] = rope["rope_theta"]
+    for name in ("rope_parameters", "rope_scaling"):
+        given = values.pop(name, None) or {}
+        rope = dict(given)
+        if "rope_theta" in rope:
+            values["rope_theta"] = rope.pop("rope_theta")
+        if rope not in ({}, {"rope_type": "default"}):
+            raise ValueError(f"{name}={given!r} is not supported, only 'rope_type': 'default'")
     return values
-
-
-def _is_plain_rope(rope: Any) -> bool:
-    """Return whether the parameters of rotary positions describe the ones that jgpt computes."""
-    if not isinstance(rope, dict):
-        return False
-    allowed = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
-    allowed |= {"partial_rotary_factor", "factor"}
-    if not rope.keys() <= allowed:
-        return False
-    if rope.get("partial_rotary_factor", 1.0) != 1 or rope.get("factor", 1.0) != 1:
-        return False
-    return rope.get("rope_type", rope.get("type", "default")) in ("default", "linear")
 
 
 def _require_supported(name: str, value: Any, only: Any) -> None:
     """Raise ValueError for a value of a field that jgpt lacks, unless it is the `only` one."""
-    if value is None and name in ("layer_types", "pruned_heads"):
-        return
-    if name == "layer_types":  # a list with one word for each layer
-        only = "full_attention"
-        if isinstance(value, list) and all(kind == only for kind in value):
-            return
+    if name == "layer_types" and value is not None:  # a list with one word for each layer
+        only = ["full_attention"] * len(value)
     if value != only:
         raise ValueError(f"{name}={value!r} is not supported, only {only!r}")
-
-
-def _read_activation(name: str, value: Any) -> Activation:
-    if value not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"{name}={value!r} is not supported, only {known}")
-    return _ACTIVATIONS[value]
 
 
 def hf_config(config: ModelConfig, source: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -262,30 +208,29 @@ def hf_config(config: ModelConfig, source: dict[str, Any] | None = None) -> dict
     """
     if config.make is not None:
         raise ValueError("a custom model can't be exported: no format describes it")
-    format = natural_format(config)
-    problem = unsupported(config, format)
+    problem = _problem_of(config)
     if problem is not None:
         nearest = _nearest_exportable(config)
         raise ValueError(f"{problem}, and no other format fits; the preset {nearest} has one")
-    kind = _kind_of(format)
-    written = {"model_type": kind, "architectures": [format.architecture]}
-    values = _explicit_values(config)
-    # In reverse, since the first field of two that share a name is the one that is written.
-    for theirs, ours in reversed(format.fields):
-        written[theirs] = values[ours]
+    format = natural_format(config)
+    written = _fields_of(config, format)
+    written["architectures"] = [format.architecture]
     # `write_tensors` widens all other dtypes to float32.
     written["dtype"] = "float32"
     if config.param_dtype == "float64":
         written["dtype"] = "float64"
-    if kind == "gpt2":
+    if format is GPT2:
         # transformers doesn't use this field; other programs read it as the context length.
         written["n_ctx"] = config.block_size
-    if kind == "apertus":
-        # Without this field, transformers scales the positions as in Llama 3.
-        written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if source is None or source.get("model_type", "gpt2") != kind:
+    if source is None or source.get("model_type", "gpt2") != written["model_type"]:
         return written | {"bos_token_id": None, "eos_token_id": None}
-    return _in_words_of(source, written, config, format)
+    source_config = read_config(source, format)
+    for theirs, ours in format.fields:
+        # Compared as configs, since null or a missing field can mean the same as a number.
+        if getattr(source_config, ours) == getattr(config, ours):
+            written.pop(theirs, None)
+    kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
+    return kept | written
 
 
 def natural_format(config: ModelConfig) -> Format:
@@ -294,13 +239,50 @@ def natural_format(config: ModelConfig) -> Format:
         return GPT2
     if not config.gated:
         return APERTUS
-    return QWEN3 if config.qk_norm else LLAMA
+    if config.qk_norm:
+        return QWEN3
+    return LLAMA
 
 
-def _kind_of(format: Format) -> str:
-    """Return the `model_type` of a format."""
+def _fields_of(config: ModelConfig, format: Format) -> dict[str, Any]:
+    """Return a model's fields in the words of a format, with its `model_type`."""
     (kind,) = [kind for kind, other in HF_FORMATS.items() if other is format]
-    return kind
+    values = _explicit_values(config)
+    values["activation"] = _name_of_activation(config.activation)
+    written: dict[str, Any] = {"model_type": kind}
+    # In reverse, since of two fields of one name the first is written: all norms have one epsilon.
+    for theirs, ours in reversed(format.fields):
+        written[theirs] = values[ours]
+    if format is APERTUS:
+        # Without this field, transformers scales the positions as in Llama 3.
+        written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    return written
+
+
+def _problem_of(config: ModelConfig) -> str | None:
+    """Return a message about the first field that a model's format can't express, or None.
+
+    A bias or a norm's scale that the model lacks is no problem, nor is an epsilon of QK-norm:
+    `write_tensors` writes them into weights.
+    """
+    format = natural_format(config)
+    read_back = _explicit_values(read_config(_fields_of(config, format), format))
+    for name, value in _explicit_values(config).items():
+        only = read_back[name]
+        is_missing_part = only is True and name.endswith(("_bias", "norm_scale"))
+        if value == only or name in _IRRELEVANT or is_missing_part:
+            continue
+        if name != "head_bias" or format is not GPT2:
+            return (
+                f"{format.name}'s format doesn't support `{name}={value!r}`, only `{name}={only!r}`"
+            )
+        # The last norm's bias has a number for each feature, and one for all tokens is free.
+        if not config.use_bias or config.vocab_size > config.embed_dim + 1:
+            return (
+                "GPT-2's format has room for `head_bias=True` only with `use_bias=True` and at "
+                f"most `embed_dim` + 1 = {config.embed_dim + 1} tokens, not {config.vocab_size}"
+            )
+    return None
 
 
 def _nearest_exportable(config: ModelConfig) -> str:
@@ -309,75 +291,21 @@ def _nearest_exportable(config: ModelConfig) -> str:
     differences = {}
     for name, (_, preset) in PRESETS.items():
         model = dataclasses.replace(preset.model, vocab_size=config.vocab_size)
-        if unsupported(model, natural_format(model)) is None:
+        if _problem_of(model) is None:
             differences[name] = sum(getattr(model, field) != values[field] for field in values)
     return min(differences, key=differences.__getitem__)
 
 
+def _name_of_activation(activation: Activation) -> str:
+    """Return the first of the names that transformers has for an activation."""
+    return next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation)
+
+
 def _explicit_values(config: ModelConfig) -> dict[str, Any]:
-    """Return the config's values, with None resolved, and with the other project's names."""
-    activation_names: dict[str, str] = {}
-    for theirs, ours in _ACTIVATIONS.items():
-        activation_names.setdefault(ours, theirs)  # the first of several names
+    """Return the fields of a config, with what None stands for."""
     return dataclasses.asdict(config) | {
-        "activation": activation_names[config.activation],
         "num_kv_heads": config.num_kv_heads or config.num_heads,
         "head_dim": config.head_size,
         "hidden_dim": config.hidden_dim or 4 * config.embed_dim,
+        "attention_scale": config.attention_scale or config.head_size**-0.5,
     }
-
-
-def _in_words_of(
-    source: dict[str, Any], written: dict[str, Any], config: ModelConfig, format: Format
-) -> dict[str, Any]:
-    """Return a written config, with the fields of the model's original config that still hold."""
-    source_config = read_config(source, format)
-    kept = {name: value for name, value in source.items() if name not in WRITTEN_ANEW}
-    for theirs, ours in format.fields:
-        # Compared as configs, since null or a missing field can mean the same as a number.
-        if getattr(source_config, ours) == getattr(config, ours):
-            written.pop(theirs, None)
-    for alias, name in format.aliases:
-        if name in written:  # the written name has another value
-            kept.pop(alias, None)
-    return kept | written
-
-
-def unsupported(config: ModelConfig, format: Format) -> str | None:
-    """Return a message about the first field that a format can't express, or None.
-
-    A bias or a norm's scale that the model lacks is no problem: zeros and ones are written.
-    """
-    # The values of the format's models in fields that it lacks.
-    only_model = ModelConfig(**format.implied)
-    expressed = {ours for _, ours in format.fields}
-    defaults = {  # the values that None stands for
-        "num_kv_heads": config.num_heads,
-        "head_dim": config.embed_dim / config.num_heads,
-        "attention_scale": config.head_size**-0.5,
-    }
-    # Implied fields come first, since they tell what kind of model the format is for.
-    for name in dict.fromkeys([*format.implied, *dataclasses.asdict(config)]):
-        if name in expressed or name in _IRRELEVANT:
-            continue
-        value = getattr(config, name)
-        only = getattr(only_model, name)
-        is_default = name in defaults and value == defaults[name]
-        is_missing_part = only is True and name.endswith(("_bias", "norm_scale"))
-        if value == only or is_default or is_missing_part:
-            continue
-        if name == "head_bias" and format is GPT2:
-            if _has_room_for_head_bias(config):
-                continue
-            return (
-                "GPT-2's format has room for `head_bias=True` only with `use_bias=True` and at "
-                f"most `embed_dim` + 1 = {config.embed_dim + 1} tokens, not {config.vocab_size}"
-            )
-        return f"{format.name}'s format doesn't support `{name}={value!r}`, only `{name}={only!r}`"
-    return None
-
-
-def _has_room_for_head_bias(config: ModelConfig) -> bool:
-    """Return whether the last norm's bias can stand for any bias of the head."""
-    # A number for each token, up to one that is added to all of them.
-    return config.use_bias and config.vocab_size <= config.embed_dim + 1

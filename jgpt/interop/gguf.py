@@ -17,9 +17,10 @@ from jgpt.config import ModelConfig
 from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.characters import CharTokenizer, bytes_of_letters
 from jgpt.data.encode import Tokenizer
+from jgpt.files import make_directory
 from jgpt.interop.formats import APERTUS, GPT2, LLAMA, QWEN3, Format, hf_config, natural_format
 from jgpt.interop.huggingface import require_exportable
-from jgpt.interop.names import Entry, require_embeddings, write_tensors
+from jgpt.interop.names import Entry, with_padding, write_tensors
 from jgpt.interop.text_files import (
     HF_CONFIG,
     TextFiles,
@@ -88,11 +89,12 @@ def save_gguf(
         raise ModuleNotFoundError("GGUF needs the package gguf: pip install 'jgpt[gguf]'") from None
     file = Path(file)
     model = require_exportable(model)
-    require_embeddings(model, tokenizer)
+    with_padding(tokenizer, model.vocab_size)  # raises for one that is not the model's
     format = natural_format(model.config)
     _require_activation(model.config, format)
     if file.exists():
         raise FileExistsError(f"{file} already exists: choose another file")
+    make_directory(file.parent)
     partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")
     writer = gguf.GGUFWriter(partial, hf_config(model.config)["model_type"])
     _describe_model(writer, model.config, format)
@@ -258,7 +260,7 @@ def _describe_characters(writer: Any, tokenizer: Tokenizer, model: GPT) -> None:
     end = 0xFF  # which never occurs in UTF-8
     if isinstance(tokenizer, CharTokenizer):
         tokens = [character.encode("utf-8", "surrogatepass") for character in tokenizer.characters]
-        end = rarest_token(model)
+        end = _rarest_token(model)
     elif tokenizer.vocab_size != len(tokens):
         raise ValueError("llama.cpp reads characters, bytes and byte-pairs, and no other tokenizer")
     letters = {byte: letter for letter, byte in bytes_of_letters().items()}
@@ -280,7 +282,16 @@ def _describe_characters(writer: Any, tokenizer: Tokenizer, model: GPT) -> None:
     writer.add_add_bos_token(False)
 
 
-def rarest_token(model: GPT) -> int:
+def remarks(model: GPT, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what llama.cpp does otherwise than jgpt, a line for each."""
+    if model.config.activation == "gelu":
+        yield "llama.cpp computes the exact GELU by its tanh approximation"
+    if isinstance(tokenizer, CharTokenizer):
+        end = tokenizer.characters[_rarest_token(model)]
+        yield f"llama.cpp ends a text at {end!r}, which the model draws least"
+
+
+def _rarest_token(model: GPT) -> int:
     """Return the token that a model draws least after each single token.
 
     llama.cpp ends a text at some token, in any vocabulary: at token 11 unless another is named.

@@ -1,13 +1,12 @@
 """Models of the Hugging Face hub by name: JSON, safetensors and byte-pairs, never code."""
 
-import errno
 import re
 from pathlib import Path
 from typing import Any
 
 from jgpt.files import prefix_errors, read_json
 from jgpt.interop.huggingface import HF_INDEX, HF_WEIGHTS
-from jgpt.interop.text_files import HF_CONFIG, MORE_TEMPLATES, OF_THE_MODEL, OF_THE_TOKENIZER
+from jgpt.interop.text_files import HF_CONFIG, OF_THE_MODEL, OF_THE_TOKENIZER
 from jgpt.words import did_you_mean
 
 HUB = {
@@ -21,7 +20,6 @@ SMALL = [
     *OF_THE_MODEL,
     *OF_THE_TOKENIZER,
     HF_INDEX,
-    f"{MORE_TEMPLATES}/*.jinja",
     "tokenizer.json",
     "vocab.json",
     "merges.txt",
@@ -95,11 +93,10 @@ def _snapshot(repository: str, files: list[str], **options: Any) -> Path:
         raise OSError(f"{repository} is gated: {reason}") from None
     except RepositoryNotFoundError:
         raise OSError(f"the hub has no public model {repository}: check the name") from None
-    except Exception as error:  # network errors come from several libraries
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
-            raise OSError(f"{repository} can't be stored: {error}") from None
+    except Exception as error:  # errors of the network come from several libraries
+        reason, *_ = str(error).splitlines() or [""]
         raise OSError(
-            f"{repository} can't be fetched ({type(error).__name__}). Without a network, copy "
-            f"{HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into a folder, and "
-            "give the folder"
+            f"{repository} can't be fetched ({type(error).__name__}: {reason}). Without a "
+            f"network, copy {HF_CONFIG}, {HF_WEIGHTS} and tokenizer.json from another machine into "
+            "a folder, and give the folder"
         ) from None

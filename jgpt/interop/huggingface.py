@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jgpt.data.encode import Tokenizer
@@ -22,20 +20,18 @@ from jgpt.interop.names import (
     Entry,
     plain_names,
     read_tensors,
-    require_embeddings,
+    with_padding,
     write_tensors,
 )
 from jgpt.interop.text_files import (
-    GENERATION,
     HF_CONFIG,
     TextFiles,
     parse_text_file,
     read_text_files,
-    without_tokens_past,
     write_text_files,
     write_tokenizer,
 )
-from jgpt.nn.models import LanguageModel, abstract_model
+from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
@@ -90,16 +86,16 @@ def save_hf(
     """
     model = require_exportable(model)
     if tokenizer is not None:
-        require_embeddings(model, tokenizer)
+        with_padding(tokenizer, model.vocab_size)  # raises for one that is not the model's
     files: TextFiles = {}
     if like is not None:
         files = read_text_files(Path(like), Path(like))
-    config = _config_to_write(model, tokenizer, files)
-    generation = parse_text_file(files, GENERATION)
-    with_embedding = without_tokens_past(generation, model.vocab_size)
-    if with_embedding != generation:
-        files[GENERATION] = (json.dumps(with_embedding, indent=2) + "\n").encode()
+    source = parse_text_file(files, HF_CONFIG) or None
     files.pop(HF_CONFIG, None)  # it is written from the model
+    config = hf_config(model.config, source)
+    if source is None and tokenizer is not None and tokenizer.end_of_text is not None:
+        config["bos_token_id"] = tokenizer.end_of_text
+        config["eos_token_id"] = tokenizer.end_of_text
     # Before the folder is made, so that an error leaves nothing behind.
     entries = write_tensors(model, HF_FORMATS[config["model_type"]])
     tensors = {name: entry.read() for name, entry in entries.items()}
@@ -110,9 +106,8 @@ def save_hf(
         # this.
         shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
         write_text_files(files, partial)
-        if tokenizer is None:
-            return
-        write_tokenizer(tokenizer, files, partial)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, files, partial)
 
 
 def require_exportable(model: LanguageModel) -> GPT:
@@ -121,36 +116,22 @@ def require_exportable(model: LanguageModel) -> GPT:
     if not isinstance(model, GPT):
         raise ValueError("`architecture='bigram'` can't be exported: no format describes it")
     hf_config(model.config)
-    graph, weights = nnx.split(abstract_model(model.config))
-    own_weights = nnx.state(model, nnx.Param)
+    described = abstract_model(model.config)
+    parameters = named_parameters(described)
+    own = named_parameters(model)
     reason = "it has other parameters than its config"
-    shapes = jax.tree.map(jnp.shape, weights)
-    if jax.tree.structure(own_weights) == jax.tree.structure(weights) and shapes == jax.tree.map(
-        jnp.shape, own_weights
-    ):
+    if _shapes(own) == _shapes(parameters):
+        for name, parameter in parameters.items():
+            parameter.set_value(own[name].get_value())
         tokens = jnp.arange(min(model.block_size, 8))[None] % model.vocab_size
-        expected = nnx.merge(graph, own_weights)(tokens)
-        if jnp.allclose(model(tokens), expected, rtol=1e-3, atol=1e-5, equal_nan=True):
+        if jnp.allclose(model(tokens), described(tokens), rtol=1e-3, atol=1e-5, equal_nan=True):
             return model
         reason = "it computes something else than its config says"
     raise ValueError(f"the model can't be exported: {reason}, and no format describes that")
 
 
-def _config_to_write(
-    model: GPT,
-    tokenizer: Tokenizer | None,
-    files: TextFiles,
-) -> dict[str, Any]:
-    """Return the model's `config.json`, with the special tokens of its source."""
-    source = parse_text_file(files, HF_CONFIG)
-    if source:
-        config = hf_config(model.config, source)
-        return without_tokens_past(config, model.vocab_size)
-    config = hf_config(model.config)
-    if tokenizer is not None and tokenizer.end_of_text is not None:
-        config["bos_token_id"] = tokenizer.end_of_text
-        config["eos_token_id"] = tokenizer.end_of_text
-    return config
+def _shapes(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in parameters.items()}
 
 
 def _open_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Entry]:

@@ -53,39 +53,28 @@ def read_tensors(config: ModelConfig, format: Format, entries: dict[str, Entry])
     for one that is not finite.
     """
     layout = _layout(config, format)
-    expected = dict(layout)
-    table = f"{format.modules['token_embedding']}.weight"
-    has_copy = False
     if config.tie_embeddings and _HEAD in entries:
         # Both parameters share one tensor, which a file may have under either name or under both.
-        if table in entries:
-            has_copy = True
-            expected[_HEAD] = layout[table]
-        else:
-            entries = dict(entries)
-            entries[table] = entries.pop(_HEAD)
-    require_names(found=set(entries), wanted=set(expected))
+        entries = dict(entries)
+        head = entries.pop(_HEAD)
+        entries.setdefault(f"{format.modules['token_embedding']}.weight", head)
+    require_names(found=set(entries), wanted=set(layout))
     # All shapes are checked before any tensor is read, since a large one may take minutes.
-    for name, stored in expected.items():
+    for name, stored in layout.items():
         shape = list(entries[name].shape)
         if shape != list(stored.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(stored.shape)}")
-    if has_copy:
-        copy = entries[_HEAD].read()
-        # NaN is refused below, with the name of its tensor
-        if not np.array_equal(copy, entries[table].read(), equal_nan=True):
-            raise ValueError(f"{_HEAD} differs from {table}, but tie_word_embeddings=True")
-    parameters = {}
+    model = abstract_model(config)
+    assert isinstance(model, GPT)
+    parameters = named_parameters(model)
     for name, stored in layout.items():
-        parameters |= _split(name, stored, entries[name])
-    return _model(config, parameters)
+        for part, value in _split(name, stored, entries[name]).items():
+            parameters[part].set_value(value.astype(parameters[part].dtype))
+    return model
 
 
 def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
-    """Split a tensor of a file into the parameters that it holds, by their names in jgpt.
-
-    All formats come in here. Raises ValueError for a tensor that is not finite.
-    """
+    """Split a tensor of a file into the parameters that it holds, by their names in jgpt."""
     tensor = jnp.asarray(entry.read())
     if not jnp.isfinite(tensor).all():
         raise ValueError(f"{name} has NaN or infinity: the model diverged, or the file is damaged")
@@ -125,19 +114,19 @@ def write_tensors(model: GPT, format: Format) -> dict[str, Entry]:
         return tensor.T if stored.transposed else tensor
 
     entries = {}
-    for name, stored in _layout(_with_all_parts(config, format), format).items():
+    for name, stored in _layout(dataclasses.replace(config, **_all_parts(format)), format).items():
         full_name = name if name == _HEAD else f"{format.prefix}.{name}"
         entries[full_name] = Entry(stored.shape, functools.partial(tensor_of, stored))
     return entries
 
 
-def _with_all_parts(config: ModelConfig, format: Format) -> ModelConfig:
-    """Return the config of a model with the biases and scales that a format has."""
+def _all_parts(format: Format) -> dict[str, bool]:
+    """Return the fields of the biases and scales of a format's models."""
     parts = {"norm_scale": True, "head_bias": False}
     for name, value in format.implied.items():
         if name.endswith(("_bias", "norm_scale")):
             parts[name] = value
-    return dataclasses.replace(config, **parts)
+    return parts
 
 
 def _factor_for_epsilon(config: ModelConfig) -> float:
@@ -168,49 +157,27 @@ def require_its_tokenizer(model: GPT, tokenizer: Tokenizer) -> None:
     padding = model.vocab_size - tokenizer.vocab_size
     is_padded = model.vocab_size % 64 == 0 and 0 < padding < 512
     if padding != 0 and not is_padded:
-        raise _other_vocabulary(model, tokenizer)
+        raise _other_vocabulary(tokenizer, model.vocab_size)
 
 
-def with_one_vocabulary(model: GPT, tokenizer: Tokenizer) -> tuple[GPT, Tokenizer]:
-    """Make the vocabularies of a model and its tokenizer equal, where the model's is larger.
+def with_padding(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer with as many tokens as a model of this vocabulary.
 
-    Byte-pairs get tokens without a text, so that the model computes and exports the same as before.
-    For characters and bytes, the model loses the padding. Raises ValueError for a tokenizer with
-    tokens that the model lacks.
+    The model's may be padded: byte-pairs get tokens without a text. Raises ValueError for more
+    tokens than the model has, and for other tokenizers of another size.
     """
-    require_embeddings(model, tokenizer)
-    size = tokenizer.vocab_size
-    if size == model.vocab_size:
-        return model, tokenizer
-    if isinstance(tokenizer, BPETokenizer):
-        return model, tokenizer.padded_to(model.vocab_size)
-    return _crop_vocabulary(model, size), tokenizer
+    if tokenizer.vocab_size == vocab_size:
+        return tokenizer
+    if tokenizer.vocab_size < vocab_size and isinstance(tokenizer, BPETokenizer):
+        return tokenizer.padded_to(vocab_size)
+    raise _other_vocabulary(tokenizer, vocab_size)
 
 
-def require_embeddings(model: GPT, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a tokenizer with tokens that the model has no embedding for."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise _other_vocabulary(model, tokenizer)
-
-
-def _other_vocabulary(model: GPT, tokenizer: Tokenizer) -> ValueError:
+def _other_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> ValueError:
     return ValueError(
         f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
-        f"`vocab_size={model.vocab_size!r}`: they don't belong together"
+        f"`vocab_size={vocab_size!r}`: they don't belong together"
     )
-
-
-def _crop_vocabulary(model: GPT, vocab_size: int) -> GPT:
-    """Return a model with only the first `vocab_size` tokens of another."""
-    parameters = {}
-    for name, parameter in named_parameters(model).items():
-        value = parameter.get_value()
-        if name == "token_embedding.embedding":
-            value = value[:vocab_size]
-        elif name in ("head.kernel", "head.bias"):  # a tied head has neither
-            value = value[..., :vocab_size]
-        parameters[name] = value
-    return _model(dataclasses.replace(model.config, vocab_size=vocab_size), parameters)
 
 
 def require_names(found: set[str], wanted: set[str]) -> None:
@@ -274,12 +241,3 @@ def _names_by_tensor(
                 tensor = f"{their_module}.{ending}".format(index)
                 names_in.setdefault(tensor, []).append(name)
     return names_in
-
-
-def _model(config: ModelConfig, parameters: dict[str, Any]) -> GPT:
-    """Make a model with these parameters by name, in the config's dtypes."""
-    model = abstract_model(config)
-    assert isinstance(model, GPT)
-    for name, parameter in named_parameters(model).items():
-        parameter.set_value(jnp.asarray(parameters[name], parameter.dtype))
-    return model

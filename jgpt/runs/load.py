@@ -17,7 +17,7 @@ from jgpt.fields import Make, to_json
 from jgpt.files import make_directory, new_directory, write_file
 from jgpt.interop.hub import find_model
 from jgpt.interop.huggingface import load_hf
-from jgpt.interop.names import with_one_vocabulary
+from jgpt.interop.names import with_padding
 from jgpt.interop.text_files import TextFiles, read_folder_tokenizer, write_text_files
 from jgpt.machine import current_platform
 from jgpt.nn.models import (
@@ -143,7 +143,7 @@ def load_pretrained(source: str | Path, *, block_size: int | None = None) -> Run
     model = load_hf(folder, block_size=block_size)
     tokenizer = read_folder_tokenizer(folder, model.vocab_size)
     # A model may have more rows than its tokenizer has tokens.
-    model, tokenizer = with_one_vocabulary(model, tokenizer)
+    tokenizer = with_padding(tokenizer, model.vocab_size)
     return Run(None, model, tokenizer, fine_tuning_config(model.config, DataConfig()))
 
 

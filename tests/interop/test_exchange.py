@@ -145,6 +145,17 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
             assert not array.any(), name  # a bias that the model lacks
 
 
+def test_a_run_and_an_export_are_named_after_what_they_are_made_of(gpt2, tmp_path):
+    said = worked("import", gpt2, cwd=tmp_path)
+    assert said.endswith("next: jgpt sample runs/gpt2\n")
+    said = worked("export", "runs/gpt2", cwd=tmp_path)
+    assert said.startswith("wrote exports/gpt2, ")
+    assert_same_weights(jgpt.load_hf(tmp_path / "exports" / "gpt2"), jgpt.load_hf(gpt2))
+
+    assert "runs/gpt2 already exists" in refused("import", gpt2, cwd=tmp_path)
+    assert "exports/gpt2 already exists" in refused("export", "runs/gpt2", cwd=tmp_path)
+
+
 def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
     run = tmp_path / "run"
     tokenizer_file = imported / "tokenizer.json"
@@ -185,17 +196,15 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
 ):
     source = shutil.copytree(gpt2, tmp_path / "source")
     run = tmp_path / "run"
-    (source / "additional_chat_templates").mkdir()
     kept = {
-        "generation_config.json": b'{"eos_token_id": [5, 7, 900], "pad_token_id": 263}\r\n',
+        "generation_config.json": b'{"eos_token_id": [5, 7], "pad_token_id": 4}\r\n',
         "chat_template.jinja": b"{{ messages }}\r\n",
-        "additional_chat_templates/tools.jinja": b"{{ tools }}",
         "special_tokens_map.json": b"{}",
     }
     for name, data in kept.items():
         (source / name).write_bytes(data)
     config = read_json(source / "config.json")
-    added = {"pad_token_id": 4, "bos_token_id": 263, "temperature": 0.5, "n_ctx": 3}
+    added = {"pad_token_id": 4, "temperature": 0.5, "n_ctx": 3}
     (source / "config.json").write_text(json.dumps({**config, **added}))
     out = tmp_path / "out"
 
@@ -203,13 +212,9 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     worked("export", run, "--out", out)
 
     for name, data in kept.items():
-        if name != "generation_config.json":
-            assert (out / name).read_bytes() == data, name
-    # tokens past the vocabulary of 263 have no embedding
-    assert read_json(out / "generation_config.json") == {"eos_token_id": [5, 7]}
+        assert (out / name).read_bytes() == data, name
     # n_ctx is a size of the model, which its block size decides
     expected = {**config, "pad_token_id": 4, "temperature": 0.5, "n_ctx": 11}
-    del expected["bos_token_id"]
     assert read_json(out / "config.json") == expected
 
     tiny = ("train", "tiny", "--data", text_file, "--steps", 1, "--sample-tokens", 0)
@@ -264,29 +269,29 @@ def test_a_damaged_file_about_text_is_named(imported, tmp_path):
 
 def test_tokens_that_other_files_add(gpt2, tmp_path):
     """As transformers adds them, up to the vocabulary of the model."""
-    first = shutil.copytree(gpt2, tmp_path / "first")
-    read_tokenizer(first / "tokenizer.json").to_hf().model.save(str(first))
-    (first / "tokenizer.json").unlink()
-    (first / "tokenizer_config.json").write_text('{"pad_token": "<pad>", "eos_token": "<end>"}')
-    (first / "added_tokens.json").write_text('{"<end>": 264, "<start>": 263, "<far>": 266}')
+    folder = shutil.copytree(gpt2, tmp_path / "folder")
+    config = folder / "tokenizer_config.json"
+    config.write_text('{"pad_token": "<pad>", "eos_token": "<end>"}')
 
-    tokenizer = read_folder_tokenizer(first, 266)
+    tokenizer = read_folder_tokenizer(folder, 264)
 
-    assert tokenizer.vocab_size == 266
-    assert tokenizer.encode("<start>a<end>").tolist()[0::2] == [263, 264]
-    assert tokenizer.encode("<far>").tolist() == [265]
+    assert tokenizer.vocab_size == 264
+    assert tokenizer.encode("<end>").tolist() == [263]
     assert len(tokenizer.encode("<pad>")) > 1  # there is no room for it
 
-    second = shutil.copytree(gpt2, tmp_path / "second")
     end = {"content": "<end>", "special": True, "normalized": False, "lstrip": True}
     more = {**end, "content": "<more>"}
     decoder = {"263": end, "264": more}
-    (second / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    config.write_text(json.dumps({"added_tokens_decoder": decoder}))
 
-    tokenizer = read_folder_tokenizer(second, 264)
+    tokenizer = read_folder_tokenizer(folder, 264)
 
     assert tokenizer.vocab_size == 264
     assert tokenizer.encode("  <end>").tolist() == [263]
+
+    (folder / "added_tokens.json").write_text('{"<end>": 263, "<start>": 264}')
+    with pytest.raises(ValueError, match=r"added_tokens\.json has '<start>', an unknown token"):
+        read_folder_tokenizer(folder, 264)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import jgpt
 from jgpt.data.encode import tokenizer_from_json
 from jgpt.interop import formats
 from jgpt.interop.formats import hf_config, read_config
-from jgpt.interop.names import require_its_tokenizer, require_names, with_one_vocabulary
+from jgpt.interop.names import require_its_tokenizer, require_names, with_padding
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
 from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
@@ -223,25 +223,16 @@ def test_up_to_three_tensors_are_named(names, shown):
         require_names(set(), set(names))
 
 
-@pytest.mark.parametrize("head", [{}, {"tie_embeddings": False, "head_bias": True}], ids=str)
-def test_a_vocabulary_of_characters_loses_padding_below_512(head):
-    model = random_model(vocab_size=576, **head)
-    tokens = jnp.array([[0, 64, 3]])
-
-    cropped, tokenizer = with_one_vocabulary(model, characters(65, first=256))
-
-    assert tokenizer.vocab_size == 65
-    np.testing.assert_array_equal(cropped(tokens), model(tokens)[..., :65])
-    require_its_tokenizer(model, tokenizer)
-    require_its_tokenizer(cropped, tokenizer)
-    for wrong in (64, 577):
+def test_a_tokenizer_from_elsewhere_is_told_by_its_size():
+    """It is the model's, or less than 512 below it where that is padded to a multiple of 64."""
+    require_its_tokenizer(random_model(vocab_size=576), characters(65, first=256))
+    require_its_tokenizer(random_model(vocab_size=65), characters(65, first=256))
+    for vocab_size, wrong in ((576, 64), (576, 577), (575, 65)):
         other = characters(wrong, first=256)
-        with pytest.raises(ValueError, match=f"has {wrong} tokens and the model `vocab_size=576`"):
-            require_its_tokenizer(model, other)
-    with pytest.raises(
-        ValueError, match="has 65 tokens and the model `vocab_size=575`: they don't"
-    ):
-        require_its_tokenizer(random_model(vocab_size=575), tokenizer)
+        with pytest.raises(
+            ValueError, match=f"has {wrong} tokens and the model `vocab_size={vocab_size}`: they"
+        ):
+            require_its_tokenizer(random_model(vocab_size=vocab_size), other)
 
 
 def test_what_an_import_would_refuse_is_not_exported(tmp_path):
@@ -256,12 +247,9 @@ def test_what_an_import_would_refuse_is_not_exported(tmp_path):
 
 def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
-    model = random_model(vocab_size=320)
-    smaller = random_model(vocab_size=262)
 
-    same, padded = with_one_vocabulary(model, tokenizer)
+    padded = with_padding(tokenizer, 320)
 
-    assert same is model
     for restored in (padded, tokenizer_from_json(padded.to_json())):
         assert restored.vocab_size == 320
         assert restored.decode([262, 263, 319, 262]) == tokenizer.decode([262, 262])
@@ -271,7 +259,9 @@ def test_byte_pairs_get_tokens_without_a_text_for_the_padding():
     # a tokenizer without padding is written as before
     assert "vocab_size" not in tokenizer.to_json()
     with pytest.raises(ValueError, match="has 263 tokens and the model `vocab_size=262`"):
-        with_one_vocabulary(smaller, tokenizer)
+        with_padding(tokenizer, 262)
+    with pytest.raises(ValueError, match="has 65 tokens and the model `vocab_size=576`"):
+        with_padding(characters(65), 576)
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_written(model, tmp_path, monkeypatch):
@@ -340,7 +330,7 @@ UNSUPPORTED = "is not supported"
 @pytest.mark.parametrize(
     ("kind", "fields", "complaint"),
     [
-        ("gpt2", {"activation_function": "gelu_10"}, UNSUPPORTED + ", only"),
+        ("gpt2", {"activation_function": "gelu_10"}, "`activation` must be one of"),
         ("gpt2", {"scale_attn_weights": False}, UNSUPPORTED),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UNSUPPORTED + ", only False"),
         ("gpt2", {"add_cross_attention": True}, UNSUPPORTED),
@@ -358,7 +348,6 @@ UNSUPPORTED = "is not supported"
         ("gpt2", {"tie_word_embeddings": False}, "missing tensors (1): lm_head.weight"),
         ("gpt2", {"tie_word_embeddings": "no"}, "`tie_embeddings` must be True or False, not 'no'"),
         ("qwen3", {"model_type": "mistral"}, UNSUPPORTED + ", only 'gpt2', 'llama'"),
-        ("qwen3", {"hidden_act": "quick_gelu"}, UNSUPPORTED + ", only gelu_new"),
         ("qwen3", {"attention_bias": True}, UNSUPPORTED + ", only False"),
         ("qwen3", {"mlp_bias": True}, UNSUPPORTED),
         ("qwen3", {"is_causal": False}, UNSUPPORTED + ", only True"),
@@ -369,8 +358,7 @@ UNSUPPORTED = "is not supported"
         ("qwen3", {"rope_parameters": {"rope_theta": 5.0, "beta": 1}}, UNSUPPORTED),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, UNSUPPORTED),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 1.0}}, UNSUPPORTED),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, UNSUPPORTED + ", only {'rope_type'"),
-        ("qwen3", {"rope_parameters": "llama3"}, UNSUPPORTED),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, UNSUPPORTED + ", only 'rope_type'"),
         ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, UNSUPPORTED),
         ("qwen3", {"rope_interleaved": True}, UNSUPPORTED),
         ("qwen3", {"use_sliding_window": True}, UNSUPPORTED),
@@ -457,7 +445,6 @@ INCOMPLETE = "model.safetensors: not a complete safetensors file"
         (tensor("score", np.ones(3)), "unexpected tensors (1): score"),
         (tensor(LN_F, np.ones(3)), "ln_f.bias has shape [3], not [21]"),
         (tensor(ATTENTION, np.ones(64)), "h.0.attn.c_attn.bias has shape [64], not [63]"),
-        (tensor("lm_head.weight", np.ones((17, 21))), "lm_head.weight differs from wte.weight, b"),
         *(
             (weights(data), INCOMPLETE)
             for data in (

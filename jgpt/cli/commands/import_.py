@@ -7,10 +7,7 @@ from typing import Annotated, Any, Literal
 
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, shell_command
-from jgpt.cli.options import (
-    OptionError,
-    OptionSpec,
-)
+from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.signals import interrupted_by
 from jgpt.config import ComputeDtype, DataConfig
 from jgpt.words import counted
@@ -18,8 +15,8 @@ from jgpt.words import counted
 
 def import_(
     source: Annotated[str, OptionSpec("DIR|FILE|NAME", positional=True)],
-    out: Annotated[str, OptionSpec("RUN", "The run directory to write.")],
-    from_: Literal["hf", "gpt2", "nanogpt"] = "hf",
+    out: Annotated[str | None, OptionSpec("RUN")] = None,
+    from_: Literal["hf", "nanogpt"] = "hf",
     block_size: Annotated[int | None, OptionSpec("N")] = None,
     dtype: ComputeDtype = "float32",
     tokenizer: Annotated[str | None, OptionSpec("DIR|FILE")] = None,
@@ -30,6 +27,7 @@ def import_(
     Args:
         source: A Hugging Face folder (config.json, model.safetensors), or nanoGPT's ckpt.pt;
             hub:OWNER/NAME, gpt2, smollm2, smollm2-chat and qwen3 are fetched from the hub.
+        out: The run directory to write; by default runs/ and the name of the source.
         from_: The format of the weights.
         block_size: The context length of a model with rotary positions; the config's by default.
         dtype: The dtype of matrix products; auto is bfloat16 where that is fast.
@@ -37,9 +35,9 @@ def import_(
             source.
         data: The text to evaluate on and to train further with.
     """
-    path = Path(out)
+    path = Path(out or _run_named_after(source))
     if path.exists():  # before loading, which may take a while
-        raise ValueError(f"{path} already exists: choose another directory")
+        raise ValueError(f"{path} already exists: choose another directory with --out")
     if block_size is not None and from_ == "nanogpt":
         raise OptionError(f"--block-size {block_size} needs rotary positions, which nanoGPT lacks")
 
@@ -57,15 +55,13 @@ def import_(
             folder = hub.find_model(source)
             model = huggingface.load_hf(folder, block_size=block_size)
             # a single file, as --tokenizer may be, says nothing about special tokens
-            tokenizer_folder = Path(tokenizer or folder)
-            text_files = read_text_files(folder, tokenizer_folder)
+            text_files = read_text_files(folder, Path(tokenizer or folder))
         model_tokenizer = _tokenizer(folder, tokenizer, model.vocab_size)
         if tokenizer is not None:  # one beside the weights is theirs, however small it is
             names.require_its_tokenizer(model, model_tokenizer)
-        model, model_tokenizer = names.with_one_vocabulary(model, model_tokenizer)
+        model_tokenizer = names.with_padding(model_tokenizer, model.vocab_size)
     config = fine_tuning_config(
-        dataclasses.replace(model.config, dtype=dtype),
-        DataConfig(data=data),
+        dataclasses.replace(model.config, dtype=dtype), DataConfig(data=data)
     )
     with interrupted_by(signal.default_int_handler):
         save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
@@ -73,6 +69,14 @@ def import_(
         f"{counted(model.config.num_layers, 'layer')}, {model.config.embed_dim} features, "
         f"vocabulary {model.vocab_size}; next: {shell_command('sample', path)}"
     ]
+
+
+def _run_named_after(source: str) -> Path:
+    """The run in runs/ with the name of a model of the hub, or of the folder of the weights."""
+    path = Path(source.removeprefix("hub:")).resolve()
+    if path.is_file():  # such as out/ckpt.pt
+        path = path.parent
+    return Path("runs", path.name)
 
 
 def _tokenizer(source: Path, option: str | None, vocab_size: int) -> Any:
