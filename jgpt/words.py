@@ -14,6 +14,8 @@ OTHER_NAMES = {
     **{"dataset": "data", "output": "out", "out_dir": "out", "o": "out", "bias": "use_bias"},
     **{"max_tokens": "max_new_tokens", "temp": "temperature", "n": "num_samples"},
     **{"start": "prompt", "precision": "dtype", "file": "prompt_file"},
+    **{"init_from": "initial", "gradient_accumulation_steps": "micro_batches"},
+    **dict.fromkeys(("wandb", "wandb_log"), "trackers"),
     **{"rematerialise": "remat", "checkpointing": "remat", "gradient_checkpointing": "remat"},
 }
 """What other programs call a field or an option."""

@@ -280,7 +280,7 @@ def test_commands_within_a_text_have_options_that_exist(page, line, runs):
 
     finished = command(*words, cwd=runs)
 
-    assert "unknown option" not in finished.stderr, finished.stderr
+    assert "unknown argument" not in finished.stderr, finished.stderr
 
 
 @pytest.fixture(scope="module")

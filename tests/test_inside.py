@@ -603,10 +603,6 @@ def test_the_command_draws_any_batch_and_length(trained):
 
     too_long = refused("shapes", "tiny", "--time", 99)
     assert "99 tokens are more than `block_size=16`" in too_long
-    no_depth = refused("shapes", "tiny", "--depth", 0)
-    assert "--depth must be positive" in no_depth
-    two_pictures = refused("shapes", "tiny", "--decode", "--train")
-    assert "--decode and --train are two pictures" in two_pictures
 
 
 @pytest.mark.slow

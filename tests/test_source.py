@@ -19,7 +19,6 @@ import jgpt
 from jgpt.shapes.source import AnnotatedSource, annotated_source
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
-from tests.quick import only
 
 
 def shown(source: AnnotatedSource) -> dict[str, list[str]]:
@@ -546,28 +545,16 @@ def test_an_array_inside_a_transformation_has_no_values():
 @pytest.mark.slow
 def test_the_values_of_a_prompt(trained):
     run = trained.path
-    said = worked("shapes", run, "--source", "--prompt", "So lo", "--of", "hidden")
+    said = worked("shapes", run, "--prompt", "So lo", "--of", "hidden")
     assert "tokens: int32[batch=1 time=5] mean " in said
-    words = ("--source", "--prompt", "So lo", "--json")
+    words = ("--prompt", "So lo", "--json")
     document = json.loads(worked("shapes", run, *words))
     assert document["error"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("tiny", "--prompt", "a"), "--prompt shows values beside the lines of --source"),
-        (("tiny", "--prompt", "a", "--source"), "--prompt needs a run"),
-        (("my.py:f", "--prompt", "a", "--source"), "--prompt needs a run"),
-        (
-            ("run", "--prompt", "a", "--source", "--train"),
-            "leave out --batch, --time, --decode and --train",
-        ),
-        (("run", "--prompt", "a", "--source", "--time", "4"), "leave out --batch, --time"),
-    ],
-)
-def test_a_prompt_without_a_run_is_one_line(words, message):
-    assert message in refused("shapes", *words, columns=200)
+def test_a_prompt_without_a_run_is_one_line():
+    said = refused("shapes", "tiny", "--prompt", "a")
+    assert "tiny is not a run directory" in said
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -784,7 +771,7 @@ def test_the_tree_of_a_function_has_its_arguments_and_result(my_file):
 def test_a_function_that_fails_ends_with_its_source_and_one_line(my_file, option):
     done = command("shapes", f"{my_file}:project", "f32[b t 128]", "f32[96 384]", *option)
     assert done.code == 2
-    assert done.stderr.splitlines()[-1].startswith("jgpt: TypeError: dot_general requires")
+    assert "TypeError: dot_general requires" in done.stderr.splitlines()[-1]
     shown = done.stdout + done.stderr
     assert "    return y @ kernel   ! y: float32[b t 128]" in shown
 
@@ -797,9 +784,8 @@ def test_a_function_that_fails_ends_with_its_source_and_one_line(my_file, option
         (("project", "f32[b ?]", "f32[b]"), "'f32[b ?]' is not an array such as"),
         (("project", "f32[b]"), "missing a required argument: 'kernel'"),
         (("project", "f32[b]", "f32[b]", "f32[b]"), "too many positional arguments"),
-        (("project",), "project(x, kernel) has another number of arguments"),
+        (("project",), "write each argument of"),
         (("projekt", "f32[b]"), "has no function or class 'projekt' (did you mean 'project'?)"),
-        (("project", "f32[b]", "f32[b]", "--model", "a.py:GPT"), "not both"),
     ],
 )
 def test_a_wrong_function_or_array_is_one_line(my_file, words, message):
@@ -818,44 +804,16 @@ class GPT(jgpt.GPT):
         return x + y
 """
 FAILING_LINE = "return x + y ! x: float32[b t 32]; y: float32[b t 3]"
-FAILING_CONSTRUCTOR = """
-import jax.numpy as jnp
-import jgpt
-
-
-class GPT(jgpt.GPT):
-    def __init__(self, config, *, rngs):
-        super().__init__(config, rngs=rngs)
-        self.scale = jnp.ones(7) + jnp.ones(config.block_size)
-"""
-
-
 TRAIN_TINY = ("train", "tiny", "--data", "text.txt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "words", "shown_last"),
-    [
-        (FAILING_GPT, (*TRAIN_TINY, "--out", "run"), FAILING_LINE),
-        *only(
-            [],
-            [
-                (FAILING_GPT, (*TRAIN_TINY, "--dry-run"), FAILING_LINE),
-                (FAILING_GPT, ("info", "tiny"), FAILING_LINE),
-                (FAILING_GPT, ("shapes", "tiny"), FAILING_LINE),
-                (
-                    FAILING_CONSTRUCTOR,
-                    ("shapes", "tiny"),
-                    "self.scale = jnp.ones(7) + jnp.ones(config.block_size) !",
-                ),
-            ],
-        ),
-    ],
+    "words", [(*TRAIN_TINY, "--out", "run"), (*TRAIN_TINY, "--dry-run"), ("shapes", "tiny")]
 )
-def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words, shown_last):
+def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, words):
     # A module is named after its content, so each case has another one.
-    (tmp_path / "my_gpt.py").write_text(f"{code}# {words}\n")
+    (tmp_path / "my_gpt.py").write_text(f"{FAILING_GPT}# {words}\n")
     (tmp_path / "text.txt").write_text("To be or not to be. " * 200)
     before = sorted(tmp_path.iterdir())
 
@@ -865,38 +823,10 @@ def test_a_command_shows_the_source_of_a_model_that_fails(tmp_path, code, words,
     *shown, last = done.stderr.splitlines()
     assert last.startswith("jgpt: my_gpt.py, line ")
     assert "Traceback" not in done.stderr
-    assert " ".join(shown[-1].split()).startswith(shown_last)
+    assert " ".join(shown[-1].split()) == FAILING_LINE
     # Python keeps the program of an imported file, unless it is told not to.
     after = [path for path in tmp_path.iterdir() if path.name != "__pycache__"]
     assert sorted(after) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("eval", "run"),
-        ("sample", "run", "--prompt", "be"),
-        ("look", "run", "--prompt", "be"),
-    ],
-)
-def test_the_source_of_a_run_s_model_that_fails_is_shown(tmp_path, words):
-    (tmp_path / "my_gpt.py").write_text("import jgpt\n\n\nclass GPT(jgpt.GPT):\n    pass\n")
-    (tmp_path / "text.txt").write_text("To be or not to be. " * 200)
-    train = (*TRAIN_TINY, "--out", "run", "--steps", "2", "--model", "my_gpt.py:GPT")
-    worked(*train, cwd=tmp_path)
-    # Python keeps a compiled module beside it; nothing else may appear or go.
-    before = sorted(path for path in tmp_path.rglob("*.*") if path.suffix != ".pyc")
-    # A module is named after its content, so each case has another one.
-    (tmp_path / "my_gpt.py").write_text(f"{FAILING_GPT}# {words}\n")
-
-    done = command(*words, "--model", "my_gpt.py:GPT", cwd=tmp_path)
-
-    assert done.code == 2
-    *shown, last = done.stderr.splitlines()
-    assert last.startswith("jgpt: my_gpt.py, line 9: return x + y: TypeError: ")
-    assert " ".join(shown[-1].split()) == FAILING_LINE
-    assert sorted(path for path in tmp_path.rglob("*.*") if path.suffix != ".pyc") == before
 
 
 def test_a_word_that_is_a_model_is_that_of_the_default_preset(tmp_path):
@@ -906,8 +836,7 @@ def test_a_word_that_is_a_model_is_that_of_the_default_preset(tmp_path):
 
 
 def test_what_is_wrong_is_one_line():
-    assert "--of selects functions of --source" in refused("shapes", "tiny", "--of", "attend")
-    said = refused("shapes", "tiny", "--source", "--of", "nothing")
+    said = refused("shapes", "tiny", "--of", "nothing")
     assert "no function that was called has 'nothing' in its name" in said
     assert "only a function gets arrays" in refused("shapes", "tiny", "f32[b]", columns=200)
 

@@ -3,13 +3,10 @@
 import contextlib
 import inspect
 import io
-import logging
 import os
-import shutil
 import sys
-import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
@@ -18,12 +15,6 @@ from jgpt.cli.signals import leaving_when_interrupted
 from jgpt.cli.terminal import for_terminal, on_one_line, open_console, say
 from jgpt.user_code import describe_error
 from jgpt.words import did_you_mean
-
-OTHER_COMMANDS = {
-    **{"generate": "sample", "download": "import", "-v": "--version"},
-    **dict.fromkeys(("finetune", "fine-tune"), "train --initial"),
-}
-"""What other programs call a command."""
 
 _USER_ERRORS = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, MemoryError)
 
@@ -34,19 +25,22 @@ def main(args: Sequence[str] | None = None) -> None:
     if args is None:
         interruptions = leaving_when_interrupted()
         args = sys.argv[1:]
-    args = list(args)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell's >&-
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with (
         interruptions,
-        _without_echoes(),
+        warnings.catch_warnings(),
         contextlib.redirect_stdout(for_terminal(sys.stdout)),
         contextlib.redirect_stderr(for_terminal(sys.stderr)),
     ):
-        _run_or_exit(args)
+        warnings.showwarning = _show_in_one_line
+        warnings.filterwarnings("always", ".* has changed since the run began")
+        _run_or_exit(list(args))
+
+
+def _show_in_one_line(message: Warning | str, *_: Any) -> None:
+    """Show a warning without the line of our code that warns, which tells a user nothing."""
+    print(f"jgpt: {message}", file=sys.stderr)
 
 
 def _run_or_exit(args: list[str]) -> None:
@@ -69,10 +63,7 @@ def _run_or_exit(args: list[str]) -> None:
         if custom is None and not isinstance(error, _USER_ERRORS):
             raise
         _discard_output()
-        if custom is None:
-            message = _describe(error)
-        else:
-            message = custom
+        message = custom or _describe(error)
         print(f"jgpt: {on_one_line(in_options(message, _options_of(args)))}", file=sys.stderr)
         sys.exit(2)
 
@@ -83,17 +74,13 @@ def _run(args: list[str]) -> Iterable[str]:
     if name == "help" and words:
         name, *words = [*words, "--help"]
     if name in ("help", "-h", "--help"):
-        lines = _describe_commands()
-        ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
-        return ["usage: jgpt COMMAND ...", "", *lines, "", ending]
+        return _describe_commands()
     if name in ("-V", "--version"):
         from importlib.metadata import version  # which takes a while
 
         return [f"jgpt {version('jgpt')}"]
     if name not in COMMANDS:
         meant = did_you_mean(name, COMMANDS)
-        if name in OTHER_COMMANDS:
-            meant = f" (did you mean jgpt {OTHER_COMMANDS[name]}?)"
         raise ValueError(f"unknown command {name!r}{meant}; the commands are {', '.join(COMMANDS)}")
     if {"-h", "--help", "--help-all"} & set(words):
         return help_of(COMMANDS[name], name, words).splitlines()
@@ -101,46 +88,13 @@ def _run(args: list[str]) -> Iterable[str]:
 
 
 def _describe_commands() -> list[str]:
-    """A line for each command; on a narrow terminal, a summary continues below where it began."""
-    width = 1000  # for a program that reads it, a line stays one
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    column = 2 + max(len(name) for name in COMMANDS) + 2
-    width = max(width, column + 8)
-    indent = " " * column
-    lines = []
+    """A line for each command."""
+    lines = ["usage: jgpt COMMAND ...", ""]
     for name, command in COMMANDS.items():
         summary = str(command.__doc__).splitlines()[0]
-        line = f"{'  ' + name:<{column}}{summary}"
-        lines.append(textwrap.fill(line, width, subsequent_indent=indent))
-    return lines
-
-
-@contextlib.contextmanager
-def _without_echoes() -> Iterator[None]:
-    """Show warnings in one line, and silence what asyncio and TensorStore's threads say after a
-    failed write, which raises an error too."""
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    warnings.filterwarnings("always", ".* has changed since the run began")
-    show_warning = warnings.showwarning
-    report_unraisable = sys.unraisablehook
-
-    def show_in_one_line(message: Warning | str, *_: Any) -> None:
-        # Without the file and the line of our code that warns, which tell a user nothing.
-        print(f"jgpt: {message}", file=sys.stderr)
-
-    def unraisable_hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            report_unraisable(unraisable)
-
-    warnings.showwarning = show_in_one_line
-    sys.unraisablehook = unraisable_hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report_unraisable
-        warnings.showwarning = show_warning
+        lines.append(f"  {name:<9}{summary}")
+    ending = "jgpt help COMMAND shows a command's options; start with: jgpt train"
+    return [*lines, "", ending]
 
 
 def _discard_output() -> None:

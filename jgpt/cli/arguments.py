@@ -1,13 +1,10 @@
 """Arguments that several commands have, and what is checked of them before anything is computed."""
 
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgpt.cli.options import (
-    OptionSpec,
-)
+from jgpt.cli.options import OptionSpec
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
 from jgpt.user_code import custom_code
@@ -54,20 +51,10 @@ def shell_command(*words: object) -> str:
     return shlex.join(["jgpt", *map(str, words)])
 
 
-def code_options(config: TrainConfig) -> list[str]:
-    """The options for all custom code of a config."""
-    return _code_options(config, custom_code(config))
-
-
-def options_to_load(config: TrainConfig) -> list[str]:
-    """The options for the custom code without which a run can't be sampled and evaluated."""
-    return _code_options(config, ("model",))
-
-
-def _code_options(config: TrainConfig, parts: Iterable[str]) -> list[str]:
+def code_options(config: TrainConfig, *parts: str) -> list[str]:
+    """The options for custom code of a config: of some parts, or of all."""
     words = []
-    for part in parts:
-        make = custom_code(config)[part]
-        if make is not None:
+    for part, make in custom_code(config).items():
+        if make is not None and part in (parts or (part,)):
             words.extend([f"--{part}", Code.of(make).named])
     return words

@@ -14,7 +14,7 @@ from jgpt.parallel.rules import Dimensions
 from jgpt.shapes.contract import typed
 from jgpt.training.ahead import CompiledStep
 from jgpt.training.evaluation import describe_targets
-from jgpt.training.optimizer import dimensions_in_block, partition
+from jgpt.training.optimizer import partition
 from jgpt.training.placement import bytes_on_each, placements, replicated_dimensions
 from jgpt.training.plan import Plan
 from jgpt.training.state import abstract_state, state_specs
@@ -26,57 +26,23 @@ def describe_optimizer(
     config: OptimizerConfig,
     weights: Weights,
     dimensions: Mapping[str, Dimensions] | None = None,
-) -> list[str]:
-    """A line that says which rule moves how many parameters, and how fast.
-
-    Of a custom optimizer nothing is known but what is done around it.
-    """
+) -> str:
+    """A line that says which rule moves how many parameters, and how fast."""
     if config.make is not None:
-        return [_describe_custom_optimizer(config, weights)]
+        return f"custom optimizer {Code.of(config.make).named}"
     sizes: dict[str, int] = {}
-    beyond_muon: list[str] = []
     groups = jax.tree.leaves(partition(config, weights, dimensions))
-    for (path, leaf), group in zip(jax.tree.leaves_with_path(weights), groups, strict=True):
+    for leaf, group in zip(jax.tree.leaves(weights), groups, strict=True):
         sizes[group] = sizes.get(group, 0) + leaf.size
-        if config.optimizer == "muon" and dimensions_in_block(path, leaf) > 2:
-            beyond_muon.append(jax.tree_util.keystr(path, simple=True, separator="."))
     rates = {
         "muon": config.muon_learning_rate,
         "adamw": config.learning_rate,
         "embedding": config.embedding_learning_rate,
     }
-    line = ""
-    for group, rate in rates.items():
-        if group not in sizes:
-            continue
-        if line:
-            line += f", {group} {sizes[group]:,} ({rate:g})"
-        else:
-            line = f"{group} moves {sizes[group]:,} parameters (learning rate up to {rate:g})"
-    lines = [line]
-    if beyond_muon:
-        others = ""
-        if len(beyond_muon) > 1:
-            others = f" and {len(beyond_muon) - 1} more"
-        lines.append(
-            f"muon moves matrices alone: adamw moves {beyond_muon[0]}{others}, "
-            "of more than 2 dimensions"
-        )
-    return lines
-
-
-@typed
-def _describe_custom_optimizer(config: OptimizerConfig, weights: Weights) -> str:
-    code = Code.of(config.make)
-    name = code.named
-    if code.file is None:  # typed into a notebook
-        name = code.name
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    line = f"custom optimizer {name}: {parameters:,} parameters"
-    if config.gradient_clip > 0:
-        line += f", gradients clipped to norm {config.gradient_clip:g}"
-    if config.ema_decay > 0:
-        line += f", weights averaged with decay {config.ema_decay:g}"
+    first, *others = [group for group in rates if group in sizes]
+    line = f"{first} moves {sizes[first]:,} parameters (learning rate up to {rates[first]:g})"
+    for group in others:
+        line += f", {group} {sizes[group]:,} ({rates[group]:g})"
     return line
 
 
@@ -84,11 +50,8 @@ def describe_objective(config: TrainConfig) -> list[str]:
     """A line that names a custom objective; none for the cross-entropy."""
     if config.objective is None:
         return []
-    code = Code.of(config.objective)
-    name = code.named
-    if code.file is None:  # typed into a notebook
-        name = code.name
-    return [f"custom objective {name}; validation losses are cross-entropies"]
+    named = Code.of(config.objective).named
+    return [f"custom objective {named}; validation losses are cross-entropies"]
 
 
 def describe_run(
@@ -132,7 +95,9 @@ def describe(plan: Plan) -> list[str]:
         lines += [f"mesh: {config.mesh}", *replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
-        lines += _describe_process_memory(plan)
+    if plan.process_memory is not None:  # on a CPU
+        size = format_bytes(plan.process_memory)
+        lines.append(f"memory of the process: {size}, with Python, JAX and the data")
     lines.append(describe_export(config.model))
     return [*lines, "no run was written: leave out --dry-run to train"]
 
@@ -146,22 +111,9 @@ def describe_export(config: ModelConfig) -> str:
     return f"other programs can read it, as {natural_format(config).name}: jgpt export"
 
 
-def _describe_process_memory(plan: Plan) -> list[str]:
-    """On a CPU, where a step's memory is not all that the process needs."""
-    if plan.process_memory is None or plan.memory is None:
-        return []
-    devices = abstract_mesh(plan.config.mesh).size
-    beside = plan.process_memory - devices * (plan.memory.state + plan.memory.working)
-    return [
-        f"memory of the process: {format_bytes(plan.process_memory)} "
-        f"({format_bytes(beside)} more for Python, JAX and the data)"
-    ]
-
-
 def describe_ahead(step: CompiledStep) -> list[str]:
     """A step compiled for other hardware as lines of text."""
     chip = step.chip
-    memory = step.memory
     verdict = "NOT enough"
     if step.fits:
         verdict = "enough"
@@ -172,7 +124,8 @@ def describe_ahead(step: CompiledStep) -> list[str]:
     flops = f"{step.flops / 1e12:.3g} TFLOP"
     return [
         f"{step.chips} x {chip.kind} ({step.on}), mesh {step.mesh}{_parts(step.micro_batches)}",
-        f"memory of each chip: {memory}; it has {format_bytes(chip.memory)}, which is {verdict}",
+        f"memory of each chip: {step.memory}; it has {format_bytes(chip.memory)}, which is "
+        f"{verdict}",
         "a step takes each chip at least, from published peaks and without what chips send:",
         row("compute", step.compute_seconds, flops, chip.peak_flops),
         row("memory", step.memory_seconds, "all of that memory twice", chip.memory_bandwidth),

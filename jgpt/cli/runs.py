@@ -5,11 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jgpt.cli import terminal
-from jgpt.cli.failing import print_failing_source
 from jgpt.cli.terminal import open_console, say
-from jgpt.config import (
-    TrainConfig,
-)
+from jgpt.config import TrainConfig
 from jgpt.presets import PRESETS
 from jgpt.user_code import with_code
 from jgpt.words import did_you_mean
@@ -24,27 +21,6 @@ def loaded_run(
     weights: str = "saved",
 ) -> Iterator[tuple[Any, Any, Any]]:
     """A run's model, tokenizer and config, with its mesh set inside the block."""
-    with failing_source_shown(run, model), _loaded(run, which, mesh, weights, model) as loaded:
-        yield loaded
-
-
-@contextlib.contextmanager
-def failing_source_shown(run: str, model: str | None) -> Iterator[None]:
-    """If a run's custom model fails in the block, print its source up to the line that fails."""
-    try:
-        yield
-    except Exception as error:
-        if model is not None:
-            # Whatever goes wrong here must not hide the error itself.
-            with contextlib.suppress(Exception):
-                print_failing_source(config_of(run, model), error)
-        raise
-
-
-@contextlib.contextmanager
-def _loaded(
-    run: str, which: Any, mesh: str | None, weights: str, model: str | None
-) -> Iterator[tuple[Any, Any, Any]]:
     with terminal.importing() as status:
         from jgpt.nn.int8 import with_int8_weights
         from jgpt.parallel.mesh import use_mesh
@@ -57,7 +33,7 @@ def _loaded(
             which = step
         with use_mesh(mesh):
             loaded, tokenizer, config = load(path, which=which, model=model)
-    # outside of the import, in which Ctrl-C ends the process at once
+    # outside of the import, whose spinner is on the terminal
     with use_mesh(mesh):
         if weights == "int8":
             loaded = with_int8_weights(loaded)

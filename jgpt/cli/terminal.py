@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 # Unicode has a picture of each of the first 32, such as ␛, and of DEL, but of no later one
@@ -80,17 +80,29 @@ def say(
             print(line, file=console.file, flush=True)
 
 
+class NowAndThen:
+    """Says a line where there is no bar, unless another one was said a moment ago."""
+
+    def __init__(self, console: Any, say: Callable[[str], None]) -> None:
+        self.console = console
+        self.say = say
+        self.said()
+
+    def said(self) -> None:
+        """Note that a line is said now."""
+        self.last_line = self.console.get_time()
+
+    def __call__(self, line: str) -> None:
+        """Say the line if it is time."""
+        waited = self.console.get_time() - self.last_line
+        if not self.console.is_terminal and waited > SECONDS_PER_LINE:
+            self.say(line)
+            self.said()
+
+
 def on_one_line(text: str) -> str:
     """A text without line breaks, as an error is shown."""
     return " ".join(text.split())
-
-
-def spinner(console: Any, doing: str) -> Any:
-    """A spinner, of characters that the console can show."""
-    characters = "dots"
-    if console.options.ascii_only:
-        characters = "line"
-    return console.status(doing, spinner=characters)
 
 
 def open_console(*, stderr: bool = False) -> Any:
@@ -112,7 +124,7 @@ def importing() -> Iterator[Any]:
 
     Enables the compilation cache. Raises OSError if JAX has no device.
     """
-    importing_jax = spinner(open_console(stderr=True), "importing JAX")
+    importing_jax = open_console(stderr=True).status("importing JAX")
     with _without_collections(), importing_jax as status:
         from jgpt.machine import current_platform, enable_compilation_cache
 

@@ -48,21 +48,7 @@ def test_each_rule_names_what_it_moves(optimizer, line):
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
     for its in weights, stack_blocks(weights):
         config = OptimizerConfig(**optimizer)
-        assert describe_optimizer(config, its, weight_dimensions(NGRAMS)) == [line]
-
-
-def test_arrays_that_muon_does_not_take_are_said():
-    block = {"experts": jnp.zeros((3, 4, 5)), "router": jnp.zeros((4, 3))}
-    weights = {"blocks": {0: block, 1: block}, "head": jnp.zeros((4, 7))}
-    moved, said = describe_optimizer(OptimizerConfig(**MUON), weights)
-
-    assert moved.startswith("muon moves 24 parameters")
-    assert "adamw 148 " in moved
-    assert said == (
-        "muon moves matrices alone: adamw moves blocks.0.experts and 1 more, "
-        "of more than 2 dimensions"
-    )
-    assert len(describe_optimizer(OptimizerConfig(), weights)) == 1
+        assert describe_optimizer(config, its, weight_dimensions(NGRAMS)) == line
 
 
 def lion(config, steps):
@@ -71,15 +57,10 @@ def lion(config, steps):
 
 def test_a_custom_optimizer_is_not_described_as_adamw():
     weights = {"head": jnp.zeros((4, 7))}
-    config = OptimizerConfig(make=lion, gradient_clip=0.0)
-    (line,) = describe_optimizer(config, weights)
+    config = OptimizerConfig(make=lion)
+    line = describe_optimizer(config, weights)
     assert line.startswith("custom optimizer ")
-    assert line.endswith("test_console.py:lion: 28 parameters")
-    config = dataclasses.replace(config, gradient_clip=0.5, ema_decay=0.9)
-    (line,) = describe_optimizer(config, weights)
-    assert line.endswith(
-        "28 parameters, gradients clipped to norm 0.5, weights averaged with decay 0.9"
-    )
+    assert line.endswith("test_console.py:lion")
 
 
 def story(width: int) -> str:
@@ -140,7 +121,7 @@ def test_a_terminal_shows_whole_words_and_one_bar(width):
     ("checkpoints", "lost"),
     [
         (None, []),
-        ((), ["left without saving: all steps are lost"]),
+        ((), ["left without saving: the steps after checkpoint 0 are lost"]),
         ((50, 425), ["left without saving: the steps after checkpoint 425 are lost"]),
     ],
 )
@@ -160,35 +141,6 @@ def test_a_second_signal_says_what_is_lost_and_leaves_no_bar_and_no_hidden_curso
         progress.leaving()
         assert screen.show() == lost
         assert screen.cursor
-
-
-def test_a_signal_is_answered_by_what_is_going_on(tmp_path):
-    file = io.StringIO()
-    progress = ConsoleProgress(Console(file=file, width=80, _environ={}), "reading the data")
-
-    def said(call):
-        file.seek(0)
-        file.truncate()
-        call()
-        return [line for line in file.getvalue().splitlines() if line]
-
-    tokenizing = ["stopping; the same command continues with the tokens of a large text so far"]
-    for fraction in (0.0, 0.5):
-        progress.tokenized(fraction)
-        assert said(progress.stopping) == tokenizing
-    progress.tokenized(1.0)
-    finishing = ["saving a checkpoint after the current steps; a second signal exits without one"]
-    assert said(progress.stopping) == finishing
-    progress.out = tmp_path
-    (tmp_path / "checkpoints" / "30").mkdir(parents=True)
-    progress.stepped(30, 2.5, 1000.0)
-    progress.evaluating(100, 400)
-    evaluating = "stopping this evaluation; the state is saved without a validation loss"
-    assert said(progress.stopping) == [evaluating]
-    progress.evaluated(30, 2.25)
-    assert said(progress.stopping) == finishing
-    assert said(progress.leaving) == ["left without saving: the steps after checkpoint 30 are lost"]
-    progress.bar.stop()
 
 
 @pytest.mark.parametrize(
@@ -232,15 +184,15 @@ def test_a_long_evaluation_has_a_bar_in_the_place_of_the_steps():
     )
     progress = ConsoleProgress(console, "reading the data")
     with progress:
-        progress.steps = progress.bar.add_task("train", total=60, completed=0, details="")
+        progress.steps = 60
         progress.stepped(30, 2.5, 1000.0)
         for done in (0, 100, 200):
             progress.evaluating(done, 400)
             seconds[0] += 2.0
         progress.bar.refresh()
-        (bar,) = [line for line in screen.show() if "left" in line]
+        (bar,) = [line for line in screen.show() if "━" in line]
         assert bar.startswith("evaluate ━")
-        assert bar.endswith(" 50.0% 00:04 left")
+        assert " 200/400 00:04 " in bar
         progress.evaluated(30, 2.25)
         progress.bar.refresh()
         shown = screen.show()

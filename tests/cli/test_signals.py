@@ -135,7 +135,7 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(poem, tmp_path):
     endless = ("--steps", 1_000_000, "--eval-interval", 1_000_000)
     with in_a_terminal(*train, *endless) as (process, screen):
         shown = b""
-        while b" left" not in shown:  # the bar, after the first steps
+        while b" tokens/s" not in shown:  # the bar, after the first steps
             shown += os.read(screen, 4096)
         os.close(screen)
         assert process.wait(60) == 129

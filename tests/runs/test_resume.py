@@ -145,7 +145,7 @@ def test_a_signal_finishes_the_call_saves_and_says_so(begin, presses):
         time.sleep(0.05)
     said, complained = process.communicate(timeout=120)
     assert process.returncode == 130, complained
-    assert "saving a checkpoint after the current steps; a second signal exits without one" in said
+    assert "stopping, and saving what is done; a second signal exits at once" in said
     saved = RunDirectory.open(out).checkpoint_steps()[-1]
     assert f"stopped after step {saved}; its checkpoint is in {out}\nresume with: " in said
     assert complained == ""

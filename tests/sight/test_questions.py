@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 
 import jgpt
 from jgpt.shapes import reads
-from tests.commands import refused
 from tests.sight.programs import FLOAT_MASK, MIXING, attend
 
 Array = jax.Array
@@ -271,7 +270,6 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(
     code, out, _ = ran("shapes", "peek.py:Peek", "--causal")
     assert code == 1
     assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in out
-    assert "--causal proves, and shows no tree" in refused("shapes", "tiny", "--causal", "--train")
 
     train = ("train", "tiny", "--steps", "1", "--data", str(poem), "--sample-tokens", "0")
     said = "".join(ran(*train, "--model", "peek.py:Peek", "--out", "peeking")[1:])

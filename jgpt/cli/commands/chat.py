@@ -8,15 +8,8 @@ from collections.abc import Generator
 from typing import Annotated, Any, Literal
 
 from jgpt.cli import runs
-from jgpt.cli.arguments import (
-    Checkpoint,
-    LatestRun,
-    ModelOption,
-    Probability,
-)
-from jgpt.cli.options import (
-    OptionSpec,
-)
+from jgpt.cli.arguments import Checkpoint, LatestRun, ModelOption, Probability
+from jgpt.cli.options import OptionSpec
 from jgpt.cli.signals import interrupted_by
 from jgpt.cli.terminal import open_console, say
 from jgpt.config import CHAT_TOP_P, DEFAULT_TEMPERATURE

@@ -1,18 +1,11 @@
 """`jgpt eval`: the exact loss of a run."""
 
 import dataclasses
-import math
 from json import dumps
 from typing import Annotated, Literal
 
 from jgpt.cli import runs, terminal
-from jgpt.cli.arguments import (
-    Checkpoint,
-    LatestRun,
-    Lines,
-    MeshOption,
-    ModelOption,
-)
+from jgpt.cli.arguments import Checkpoint, LatestRun, Lines, MeshOption, ModelOption
 from jgpt.cli.options import OptionSpec
 from jgpt.cli.terminal import open_console
 
@@ -46,11 +39,7 @@ def eval_(
 
     console = open_console(stderr=True)
     path, step = run_and_step(run)
-    with (
-        runs.failing_source_shown(run, model),
-        use_mesh(mesh),
-        ConsoleProgress(console, "evaluating") as progress,
-    ):
+    with use_mesh(mesh), ConsoleProgress(console, "evaluating") as progress:
         result = evaluate(
             path,
             which=checkpoint if step is None else step,
@@ -61,10 +50,7 @@ def eval_(
             progress=progress,
         )
     if json:
-        values = dataclasses.asdict(result)
-        if math.isinf(result.perplexity):  # which JSON has no number for
-            values["perplexity"] = None
-        return [dumps(values, allow_nan=False)]
+        return [dumps(dataclasses.asdict(result))]
     lines = []
     loss = f"{split} loss"
     if result.data is not None:

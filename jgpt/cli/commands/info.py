@@ -5,10 +5,7 @@ from typing import Annotated
 
 from jgpt.cli import runs, terminal
 from jgpt.cli.arguments import Lines, MeshOption, ModelOption, What
-from jgpt.cli.failing import source_shown
-from jgpt.cli.options import (
-    OptionSpec,
-)
+from jgpt.cli.options import OptionSpec
 
 
 def info(
@@ -35,8 +32,7 @@ def info(
         # one device, completed as `fit` does, or the memory would be another program's
         machine = dataclasses.replace(this_machine(), devices=1)
         decided = complete(dataclasses.replace(config, mesh=None), machine)
-        with source_shown(config):
-            memory = training_memory(decided)
+        memory = training_memory(decided)
     parts = list(parts_of(config.model))
     parameters = sum(part.parameters for part in parts)
     total_bytes = sum(part.size for part in parts)

@@ -3,15 +3,9 @@
 from typing import Annotated
 
 from jgpt.cli import runs
-from jgpt.cli.arguments import (
-    Checkpoint,
-    LatestRun,
-    Lines,
-    ModelOption,
-    path_to_write,
-)
+from jgpt.cli.arguments import Checkpoint, LatestRun, Lines, ModelOption, path_to_write
 from jgpt.cli.options import OptionSpec
-from jgpt.cli.terminal import open_console, spinner
+from jgpt.cli.terminal import open_console
 from jgpt.files import write_file
 from jgpt.words import format_bytes
 
@@ -19,9 +13,7 @@ from jgpt.words import format_bytes
 def look(
     run: LatestRun = None,
     prompt: Annotated[str | None, OptionSpec("TEXT")] = None,
-    out: Annotated[
-        str | None, OptionSpec("FILE", "The page to write, look.html unless given.")
-    ] = None,
+    out: Annotated[str, OptionSpec("FILE", "The page to write.")] = "look.html",
     max_new_tokens: int | None = None,
     checkpoint: Checkpoint = "best",
     model: ModelOption = None,
@@ -39,7 +31,6 @@ def look(
     from jgpt.runs.directory import run_and_step
 
     run = runs.run_or_latest(run)
-    out = out or "look.html"
     path = path_to_write(out, ".html")
     folder, _ = run_and_step(run)
     name = folder.resolve().name
@@ -49,7 +40,7 @@ def look(
 
         loaded, used_tokenizer, config = opened
         # A model near the limit of a page takes half a minute.
-        with spinner(open_console(stderr=True), "making the page"):
+        with open_console(stderr=True).status("making the page"):
             if prompt is None:
                 prompt = opening_text(folder, config, used_tokenizer, loaded.block_size)
                 max_new_tokens = max_new_tokens or 0

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jgpt.cli.arguments import Lines, path_to_write, shell_command
-from jgpt.cli.options import (
-    OptionSpec,
-)
+from jgpt.cli.options import OptionSpec
 from jgpt.files import write_file
 
 

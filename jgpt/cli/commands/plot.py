@@ -4,9 +4,7 @@ from typing import Annotated
 
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Image, Lines, path_to_write
-from jgpt.cli.options import (
-    OptionSpec,
-)
+from jgpt.cli.options import OptionSpec
 from jgpt.files import write_file
 
 

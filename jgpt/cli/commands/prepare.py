@@ -1,15 +1,13 @@
 """`jgpt prepare`: text of any size, or tokens of other programs, as a folder to train from."""
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Annotated, Literal
 
 from jgpt.cli.arguments import Lines, shell_command
-from jgpt.cli.options import (
-    OptionSpec,
-    in_options,
-)
-from jgpt.cli.terminal import SECONDS_PER_LINE, open_console, say
+from jgpt.cli.options import OptionSpec, in_options
+from jgpt.cli.terminal import NowAndThen, open_console, say
 from jgpt.config import DataConfig
 
 
@@ -36,8 +34,6 @@ def prepare(
     if not files:
         raise ValueError("give a text to prepare: a file, a folder or a corpus")
 
-    from rich.progress import Progress
-
     from jgpt.data import prepared, sources
 
     path = Path(files[0])
@@ -57,20 +53,17 @@ def prepare(
         beside = prepared.tokenizer_beside(path, config)
         return _done(prepared.prepare_tokens(path, Path(out), beside), out)
     console = open_console()
+    log = NowAndThen(console, functools.partial(say, console))
 
     def warn(line: str) -> None:
         say(console, in_options(line, inspect.signature(prepare).parameters))
 
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("preparing", total=1.0)
-        last_line = console.get_time()
+    with console.status("preparing") as status:
 
         def progress(fraction: float) -> None:
-            nonlocal last_line
-            bar.update(task, completed=fraction)
-            if not console.is_terminal and console.get_time() - last_line > SECONDS_PER_LINE:
-                say(console, f"preparing: {fraction:.0%}")
-                last_line = console.get_time()
+            line = f"preparing: {fraction:.0%}"
+            status.update(line)
+            log(line)
 
         count = prepared.prepare(config, Path(out), warn=warn, progress=progress)
     return _done(count, out)

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Annotated, Literal
 
 from jgpt.cli import runs
@@ -66,12 +65,10 @@ def sample(
         from jgpt.generation.text import stream_text
 
         loaded, used_tokenizer, _ = opened
-        texts = _prompts(prompt, prompt_file)
-        # made as they are needed: a list of so many might not fit into memory
-        prompts = (text for text in texts for _ in range(num_samples))
+        texts = [text for text in _prompts(prompt, prompt_file) for _ in range(num_samples)]
         key = jax.random.key(seed)
-        first = 0
-        while rows := tuple(islice(prompts, BATCH_SIZE)):
+        for first in range(0, len(texts), BATCH_SIZE):
+            rows = tuple(texts[first : first + BATCH_SIZE])
             pieces = stream_text(
                 loaded,
                 used_tokenizer,
@@ -88,7 +85,6 @@ def sample(
             if first > 0:
                 print(SEPARATOR)
             _print_texts(rows, pieces)
-            first += BATCH_SIZE
 
 
 def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> None:
@@ -99,14 +95,10 @@ def _print_texts(prompts: tuple[str, ...], pieces: Iterable[Sequence[str]]) -> N
     """
     first_prompt, *texts = prompts
     print(first_prompt, end="", flush=True)
-    try:
-        for first_piece, *other_pieces in pieces:
-            print(first_piece, end="", flush=True)
-            for index, piece in enumerate(other_pieces):
-                texts[index] += piece
-    except (ValueError, FloatingPointError):  # of a custom tokenizer, or of diverged weights
-        print()  # or its message would stand behind the text
-        raise
+    for first_piece, *other_pieces in pieces:
+        print(first_piece, end="", flush=True)
+        for index, piece in enumerate(other_pieces):
+            texts[index] += piece
     print()
     for text in texts:
         print(SEPARATOR)
@@ -117,14 +109,11 @@ def _prompts(prompts: tuple[str, ...], path: str | None) -> tuple[str, ...]:
     """The prompts; a file is read as the run's text was. By default one that is empty."""
     from jgpt.data.sources import read_stream
 
-    if path is not None:
-        if prompts:
-            raise ValueError("give --prompt or --prompt-file, not both")
-        if path == "-":
-            with sys.stdin.buffer as file:
-                text = read_stream(file, "standard input")
-        else:
-            with open(path, "rb") as file:
-                text = read_stream(file, path)
-        prompts = (text,)
-    return prompts or ("",)
+    if path is None:
+        return prompts or ("",)
+    if prompts:
+        raise ValueError("give --prompt or --prompt-file, not both")
+    if path == "-":
+        return (read_stream(sys.stdin.buffer, "standard input"),)
+    with open(path, "rb") as file:
+        return (read_stream(file, path),)

@@ -8,20 +8,21 @@ from json import dumps
 from typing import NoReturn
 
 from jgpt.cli import terminal
-from jgpt.cli.arguments import Lines, code_options, options_to_load, shell_command
-from jgpt.cli.failing import source_shown
+from jgpt.cli.arguments import Lines, code_options, shell_command
 from jgpt.cli.options import OptionError, ProcessOptions, RunOptions, in_options
-from jgpt.cli.terminal import on_one_line, open_console, spinner
+from jgpt.cli.sources import source_shown
+from jgpt.cli.terminal import on_one_line, open_console
 from jgpt.config import TrainConfig
 
 
 def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Lines:
     """Train a GPT."""
     began = time.perf_counter()
-    if options.dry_run:
-        return _dry_run(config, options)
-    if options.on is not None or options.json:
-        raise OptionError("--on and --json are for --dry-run: give it, too")
+    if options.on is not None:
+        return _compile_ahead(config, options.on, json=options.json)
+    if options.dry_run or options.json:
+        with source_shown(config):
+            return _dry_run(config, options)
     if where == ProcessOptions():
         with source_shown(config):
             return _train(config, options, began)
@@ -36,38 +37,41 @@ def train(config: TrainConfig, options: RunOptions, where: ProcessOptions) -> Li
         return _train(config, options, began)
 
 
+def _compile_ahead(config: TrainConfig, chips: str, *, json: bool) -> Lines:
+    """What a step takes on chips that this machine may lack."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # what this machine has isn't asked for
+    with terminal.importing() as status:
+        from jgpt.cli import report
+        from jgpt.training.ahead import compile_ahead
+
+        status.update(f"compiling for {chips}, which takes minutes")
+        step = compile_ahead(config, chips)
+    if json:
+        return [dumps(dataclasses.asdict(step), default=str)]
+    return report.describe_ahead(step)
+
+
 def _dry_run(config: TrainConfig, options: RunOptions) -> Lines:
-    """What the run takes, here or on other chips."""
-    if options.on is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # what this machine has isn't asked for
-        if "jax" in sys.modules:  # a custom model imported it
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+    """What the run takes here."""
     with terminal.importing():
         from jgpt.cli import console, report
         from jgpt.runs.fit import plan
-        from jgpt.training.ahead import compile_ahead
 
-    if options.on is None:
-        screen = open_console(stderr=options.json)
-        shown = console.ConsoleProgress(screen, "reading the data")
-        with source_shown(config), shown as progress:
-            planned = plan(
-                config,
-                initial=options.initial,
-                with_optimizer=options.with_optimizer,
-                resume=options.resume,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-        lines = report.describe(planned)
-    else:
-        doing = f"compiling for {options.on}, which takes minutes"
-        with spinner(open_console(stderr=True), doing):
-            planned = compile_ahead(config, options.on)
-        lines = report.describe_ahead(planned)
+    screen = open_console(stderr=options.json)
+    with console.ConsoleProgress(screen, "reading the data") as progress:
+        planned = plan(
+            config,
+            initial=options.initial,
+            with_optimizer=options.with_optimizer,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
     if options.json:
         return [dumps(dataclasses.asdict(planned), default=str)]
-    return lines
+    return report.describe(planned)
 
 
 def _leave(message: str) -> NoReturn:
@@ -115,19 +119,19 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
             sys.exit(max(processes.gather(status)))
     if process_index() != 0:
         return []
-    code = options_to_load(config)
     assert run.path is not None
     lines = []
     if sample := (run.path / SAMPLES).read_text():  # a custom model may have none
         lines += ["", sample, ""]
-    seconds = time.perf_counter() - began
-    sampling = shell_command("sample", run.path, *code)
-    evaluate = shell_command("eval", run.path, *code)
     loss = "no validation loss"  # stopped in its only evaluation
     if run.validation_loss is not None:
         loss = f"best validation loss {run.validation_loss:.4f}"
-    lines.append(f"{loss}, total time {seconds:.0f} s")
-    files = "checkpoints, metrics.jsonl, samples.txt, loss.png"
-    lines.append(f"run directory: {run.path} ({files})")
-    lines.append(f"next: {sampling}   or   {evaluate}")
-    return lines
+    code = code_options(config, "model")
+    sampling = shell_command("sample", run.path, *code)
+    evaluating = shell_command("eval", run.path, *code)
+    return [
+        *lines,
+        f"{loss}, total time {time.perf_counter() - began:.0f} s",
+        f"run directory: {run.path} (checkpoints, metrics.jsonl, samples.txt, loss.png)",
+        f"next: {sampling}   or   {evaluating}",
+    ]
