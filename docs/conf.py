@@ -48,6 +48,7 @@ CONTENTS = """
 :hidden:
 :caption: Start here
 docs/start
+docs/from_nanogpt
 docs/presets
 docs/data
 docs/runs

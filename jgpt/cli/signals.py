@@ -90,10 +90,8 @@ def leaving_when_interrupted() -> Iterator[None]:
     into other errors, and Python drops what is raised in a callback of the garbage collector or in
     a destructor: 36 of 200 interruptions of a command were lost there.
     """
-    is_main = threading.current_thread() is threading.main_thread()
     # It is ignored in the background, and a program that calls `main` may have its own handler.
-    own = signal.getsignal(signal.SIGINT)
-    if not is_main or own not in (signal.SIG_DFL, signal.default_int_handler):
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, signal.default_int_handler):
         yield
         return
     signal.signal(signal.SIGINT, _leave)

@@ -14,8 +14,6 @@ from jgpt.data.byte_pairs import BPETokenizer
 from jgpt.data.characters import ByteTokenizer, CharTokenizer, OwnTokenizer
 from jgpt.data.dataset import Dataset
 from jgpt.data.encode import Tokenizer, is_same_vocabulary
-from jgpt.interop.hub import find_model
-from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.parallel.rules import abstract_arrays
 from jgpt.runs.checkpoints import choose, load_checkpoint
@@ -159,14 +157,6 @@ def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
     if name == "tokenizer_files":
         return is_same_vocabulary(BPETokenizer.from_gpt2(value), tokenizer)
     return tokenizer.vocab_size == value
-
-
-def tokenizer_of(source: str) -> Tokenizer:
-    """Return the tokenizer of a run or a Hugging Face folder, without reading its weights."""
-    path, _ = run_and_step(source)
-    if RunDirectory.is_run(path):
-        return RunDirectory.open(path).tokenizer()
-    return read_folder_tokenizer(find_model(source))
 
 
 def require_trainable(config: TrainConfig) -> None:
