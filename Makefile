@@ -28,8 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(
 # every code block of the documents, every lesson, every figure: a change of the code alone rarely
 # breaks them, and they take as long as a third of the others
 DOCS_TESTS := tests/test_documents.py tests/test_figures.py tests/test_gpu_benchmark.py \
-	tests/test_lesson_checks.py tests/test_notebooks.py tests/test_one_page_gpt.py \
-	tests/test_parts.py tests/test_site.py
+	tests/test_notebooks.py tests/test_one_page_gpt.py tests/test_parts.py tests/test_site.py
 
 .PHONY: train test without-parity test-docs test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
 

@@ -253,17 +253,3 @@ def test_a_name_that_is_not_there_is_nearly_another():
 def test_the_version_is_the_packages():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     assert jgpt.__version__ == project["version"]
-
-
-def test_the_design_names_the_same_layers():
-    text = (PACKAGE.parent / "docs" / "design.md").read_text()
-    section = text[text.index("## Layers") :]
-    drawing = section.partition("```text\n")[2].partition("```")[0]
-
-    layers = []
-    for line in drawing.splitlines():
-        folders = line.split("  ")[0]
-        if folders:
-            layers.append(tuple(name.strip(" /") for name in folders.split(",")))
-
-    assert tuple(layers) == LAYERS

@@ -4,11 +4,9 @@ A block that starts with `$` shows a command and the output, in which `...` stan
 one that starts with `jgpt:` is a message.
 """
 
-import ast
 import contextlib
 import doctest
 import functools
-import html
 import io
 import json
 import linecache
@@ -18,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -489,137 +486,3 @@ def test_the_page_of_runs_lists_the_options_that_may_differ():
     fields = {name.rpartition(".")[2] for name in (*MAY_DIFFER, *MAY_BE_LOWERED)}
 
     assert listed == {name.replace("_", "-") for name in fields - {"vocab_size"}}
-
-
-# --- lessons -------------------------------------------------------------------------------------
-
-
-def test_the_readme_lists_the_lessons():
-    readme = (ROOT / "README.md").read_text()
-    expected = []
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        headings = re.findall(r"\"# (\d+\. .*?)\\n", path.read_text())
-        expected.append((headings[0], name(path)))
-
-    listed = re.findall(r"^\| \[(.*?)\]\((notebooks/.*?)\)", readme, re.M)
-
-    assert listed == expected
-
-
-def test_the_readme_s_first_picture_shows_its_error_light_and_dark():
-    readme = (ROOT / "README.md").read_text()
-    pictures = re.findall(r'src(?:set)?="(docs/pictures/[^"]*)"', readme)
-    assert pictures == ["docs/pictures/shapes-dark.svg", "docs/pictures/shapes-light.svg"]
-    error = re.search(r"^Got: .*?$", readme, re.MULTILINE)
-    assert error is not None
-    for picture in pictures:
-        svg = (ROOT / picture).read_text()
-        texts = [html.unescape(text) for text in re.findall(r"<text.*?>(.*?)</text>", svg)]
-        shown = "".join(texts).replace("\N{NO-BREAK SPACE}", " ")
-        assert error[0] in shown
-        assert "blocks.0" in shown
-
-
-def names_in_modules(code: str) -> set[str]:
-    """What code takes from modules of the package, such as data.batches.batches."""
-    names = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(code))):
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("jgpt."):
-            for imported in node.names:
-                names.add(f"{node.module}.{imported.name}")
-        elif isinstance(node, ast.Import):
-            names.update(imported.name for imported in node.names)
-        elif isinstance(node, ast.Attribute):
-            names.add(ast.unparse(node))
-    inside = set()
-    for name in names:
-        first, _, rest = name.partition(".")
-        # Attributes of public names, such as jgpt.CharTokenizer.from_text, are in no module.
-        is_plain = re.fullmatch(r"[\w.]+", rest)  # no call such as jgpt.GPT(config).blocks
-        if first == "jgpt" and is_plain and "." in rest and rest.split(".")[0] not in jgpt.__all__:
-            inside.add(rest)
-    # `jgpt.shapes.calls.TypedCall` is one name, though it has `jgpt.shapes.calls` in it.
-    return {name for name in inside if not any(other.startswith(f"{name}.") for other in inside)}
-
-
-def names_that_documents_use() -> set[str]:
-    """What pages and lessons take from modules of the package, in their code and in their prose."""
-    texts = [page.read_text() for page in PAGES]
-    sources = [block.code for _, block in ALL if block.language == "python"]
-    for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        for cell in json.loads(lesson.read_text())["cells"]:
-            source = "".join(cell["source"])
-            if cell["cell_type"] == "code":
-                sources.append(source)
-            else:
-                texts.append(source)
-                # solutions and answers, which are folded
-                sources += re.findall(r"^```python\n(.*?)^```", source, re.DOTALL | re.MULTILINE)
-    names = set()
-    for source in sources:
-        names |= names_in_modules(source)
-    for text in texts:
-        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        for quoted in re.findall(r"`jgpt\.([a-z]\w*(?:\.\w+)+)[^`]*`", prose):
-            if quoted.split(".")[0] not in jgpt.__all__:
-                names.add(quoted)
-    return names
-
-
-def is_on_the_api_page(name: str, reference: str) -> bool:
-    if name.rpartition(".")[2] in jgpt.__all__:
-        return False  # such a name is taken from jgpt
-    while name:
-        if f"`{name}`" in reference or f"[{name}]" in reference or f":: jgpt.{name}\n" in reference:
-            return True
-        name = name.rpartition(".")[0]  # all names of a listed module are public
-    return False
-
-
-def test_what_a_page_or_a_lesson_uses_is_public():
-    reference = (ROOT / "docs" / "api.md").read_text()
-    names = names_that_documents_use()
-    private = [name for name in sorted(names) if not is_on_the_api_page(name, reference)]
-
-    assert private == []
-    assert "data.batches.batches" in names  # the control
-    assert len(jgpt.__all__) <= 45
-
-
-def test_a_name_inside_a_module_is_found_however_it_is_taken():
-    assert names_in_modules("from jgpt.nn.heads import (\n    Head as H,\n)") == {"nn.heads.Head"}
-    assert names_in_modules("    from jgpt.nn import heads") == {"nn.heads"}
-    assert names_in_modules("import jgpt.nn.heads as heads") == {"nn.heads"}
-    assert names_in_modules("x = jgpt.nn.heads.Head(3).query") == {"nn.heads.Head"}
-    assert names_in_modules("import jgpt\njgpt.GPT.hidden(flax.nnx.Rngs(0))") == set()
-    assert not is_on_the_api_page("nn.heads.Head", "`nn.heads.Head`")  # jgpt.Head
-
-
-def test_the_readme_is_short():
-    readme = (ROOT / "README.md").read_text()
-
-    before_commands, _, _ = readme.partition("\n- `make train`")
-
-    assert len(readme.splitlines()) <= 130
-    assert len(before_commands.splitlines()) <= 25
-
-
-def test_the_readme_says_how_long_the_model_is():
-    readme = (ROOT / "README.md").read_text()
-    lines = 0
-    for file in ("attention.py", "heads.py", "layers.py", "transformer.py"):
-        source = (ROOT / "jgpt" / "nn" / file).read_text()
-        lines += len(source.splitlines())
-
-    assert f"in [four files](docs/design.md) with {round(lines, -2):,} lines." in readme
-
-
-def test_the_readme_shows_what_its_pictures_were_made_with():
-    readme = (ROOT / "README.md").read_text()
-    script = (ROOT / "docs" / "pictures.py").read_text()
-
-    (shell,) = [block for block in blocks(readme) if block.language == "sh"]
-
-    for line, _ in commands(shell)[1:]:
-        assert f"{line}\n" in shell.code
-        assert f'"{line}"' in script or f"'{line}'" in script

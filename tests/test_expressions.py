@@ -58,11 +58,6 @@ def test_a_size_that_several_expressions_fit_is_traced_once_more():
     assert name_sizes(trees_of_three, three).tree == ["?", "t"]
 
 
-def test_a_size_without_an_expression_has_no_name():
-    smaller = [[min(t, 64)] for t in (101, 103, 50, 91)]
-    assert name_sizes(smaller, {"t": (101, 103, 50, 91)}).tree == ["?"]
-
-
 def test_sizes_in_texts_have_names_and_other_words_are_other_parts():
     symbols = {"t": (101, 103, 50, 91)}
     trees = ([f"{t} arrays of float32, not ({t + 1}, 8)"] for t in symbols["t"])

@@ -45,111 +45,10 @@ COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty| or earlier)?")
 """With changes, or where the record does not say it, that of the commit that added the record."""
 
 
-def test_what_the_runner_writes_names_its_command_and_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "some.py"), "--kills", "100"])
-    commit = "0a1b2c3"
-
-    def printed_by(*command: str) -> str:
-        return commit if command[0] == "git" else "cpu"
-
-    monkeypatch.setattr(runner, "printed_by", printed_by)
-    path = runner.write("some", {"kills": 100}, folder=tmp_path)
-    found = json.loads(path.read_text())
-    assert found["command"] == "python benchmarks/some.py --kills 100"
-    assert found["commit"] == commit
-
-
 def test_a_figure_that_was_changed_by_hand_is_noticed():
     page = BENCHMARKS.read_text()
     assert tables.written(page.replace("20.4 (", "18.2 (")) == page
     assert tables.written("<!-- table: best -->\nnothing\n<!-- end -->") != page
-
-
-def test_a_missing_record_leaves_its_rows_out(tmp_path, monkeypatch):
-    (tmp_path / "sampling.json").write_text(json.dumps({"processor": "EPYC", "figures": SAMPLED}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert [row[2] for row in tables.rows()] == ["390 (350 to 400)"]
-    assert tables.rows()[0][1] == "370 (360 to 380)"  # two threads are faster than one
-    assert tables.rows()[0][3:] == ("1.05", "1")
-    engines = dict(zip(*tables.decoding_table(), strict=True))
-    assert engines["tokens/s"] == "10.7M, batch 1"
-    assert engines["CTranslate2 int8"] == "990 (990 to 990)"
-    assert engines["nanoGPT"] == ""
-    assert engines["llama.cpp Q8_0"] == "700 (650 to 900)"
-    assert "llama.cpp F16" not in engines
-    assert engines["OpenVINO int8"] == "450 (450 to 450)"
-    assert tables.processors_table()[1][1:] == ["EPYC", "205 (200 to 210)", "60 (60 to 60)"]
-
-
-SAMPLED = {
-    "the processor": {"gflops": [200, 210], "gbytes_per_second": [60, 60]},
-    "10.7M jgpt float32": {"batch 1": [390, 350, 400]},
-    "10.7M CTranslate2 float32 1": {"batch 1": [223, 224, 225]},
-    "10.7M CTranslate2 float32 2": {"batch 1": [380, 360, 370]},
-    "10.7M CTranslate2 int8 1": {"batch 1": [990]},
-    "10.7M CTranslate2 int8 2": {"batch 1": [238]},
-    "10.7M llama.cpp Q8_0": {"batch 1": [900, 700, 650]},
-    "10.7M OpenVINO int8 PA": {"batch 1": [440]},
-    "10.7M OpenVINO int8 SDPA": {"batch 1": [450]},
-}
-
-
-def test_ratios_on_other_processors_stand_beside(tmp_path, monkeypatch):
-    slower = {
-        "nanoGPT eager": {"milliseconds": [60]},
-        "jgpt float32": {"milliseconds": [48]},
-        "jgpt bfloat16": {"milliseconds": [30]},
-        "the processor": {"gflops": [150]},
-    }
-    faster = slower | {
-        "nanoGPT eager": {"milliseconds": [64]},
-        "the processor": {"gflops": [249, 251]},
-    }
-    records = {
-        "step_time": slower,
-        "step_time_faster_epyc": faster,
-        "sampling": SAMPLED,
-        "sampling_faster_epyc": SAMPLED,
-    }
-    for name, figures in records.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"figures": figures}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-
-    header, *places = tables.compared(["train step", "tokens/s"])
-    _, step, sampled = tables.readme()
-
-    steps = "train step, nanoGPT's CPU setting"
-    batch = "10.7M, batch 1, beside CTranslate2"
-    assert header[3:] == ["ratio, 150 GFLOP/s", "slower, not measured", "faster, 250 GFLOP/s"]
-    assert [[row[0], *row[3:]] for row in places] == [
-        [f"{steps}, float32", "0.80", "", "0.75"],
-        [f"{steps}, bfloat16", "0.50", "", "0.47"],
-        [f"tokens/s sampled in float32, {batch}", "1.05", "", "1.05"],
-    ]
-    record_of_steps = "benchmarks/results/step_time.json"
-    assert step[:1] + step[3:] == [f"[{steps}, float32]({record_of_steps})", "0.80", "0.75"]
-    what = f"tokens/s sampled in float32, {batch}"
-    assert sampled[0] == f"[{what}](benchmarks/results/sampling.json)"
-
-
-def test_a_first_text_is_a_row_where_it_was_measured(tmp_path, monkeypatch):
-    figures = {
-        "jgpt --help": {"seconds": [1]},
-        "jgpt train, the first run": {"seconds": [1]},
-        "jgpt train, a later run": {"seconds": [5]},
-    }
-    with_text = figures | {"jgpt sample, a later run": {"seconds": [3, 1, 2.5]}}
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-
-    (tmp_path / "startup.json").write_text(json.dumps({"figures": figures}))
-    without = list(tables.own_rows())
-    (tmp_path / "startup.json").write_text(json.dumps({"figures": with_text}))
-    found = list(tables.own_rows())
-
-    assert len(without) == 2
-    assert len(found) == 3
-    what = "`jgpt sample` of a small run to its first tokens, later"
-    assert found[-1] == (what, "", "2.5 s", "", "2 s (missed)")
 
 
 def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
@@ -197,60 +96,6 @@ def test_a_variant_that_fails_is_said_and_the_rest_is_kept(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="failed: bad"):
         runner.compare("none", [bad], runner.Rounds(rounds=1, results=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
-
-
-@pytest.mark.parametrize("name", ["step_time", "time_to_loss", "memory"])
-def test_a_checkout_of_nanogpt_that_is_not_there_is_said_in_a_line(name, tmp_path, capsys):
-    comparisons = importlib.import_module("compare")
-    with pytest.raises(SystemExit) as stopped:
-        getattr(comparisons, name)(runner.Rounds(results=tmp_path), nanogpt=tmp_path / "no")
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"{tmp_path}/no is no checkout of nanoGPT: --nanogpt PATH\n"
-
-
-def test_one_round_has_no_standard_deviation(tmp_path, monkeypatch):
-    names = ("nanoGPT", "to the loss", "to nanoGPT's end", "the default preset", "jgpt nanogpt-cpu")
-    figures = {name: {"seconds": [9.0], "validation_loss": [1.5]} for name in names}
-    (tmp_path / "time_to_loss.json").write_text(json.dumps({"figures": figures}))
-    best = {"shakespeare-best": {"test_loss_in_windows_of_64": [1.5]}}
-    (tmp_path / "shakespeare_best.json").write_text(json.dumps({"figures": best}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.best_table()[1] == ["shakespeare-best", "64", "1.5000", "", "1.5000"]
-    said = {what: ours for what, _, ours, *_ in tables.rows()}
-    assert said["loss when nanoGPT's command ends, one seed"] == "1.500 after 9 s"
-    assert said["`shakespeare-best`, test loss in windows of 64, one seed"] == "1.5000"
-
-
-def test_figures_of_rounds_are_compared():
-    """Times by their least: what disturbs a measurement only adds to it."""
-    comparisons = importlib.import_module("compare")
-    checks = {
-        "checks on": {"trace tiny": [12, 24, 13]},
-        "checks off": {"trace tiny": [10, 11, 20]},
-    }
-    losses = {
-        "float32": {"validation_loss": [2.0, 3.0]},
-        "bfloat16": {"validation_loss": [1.5, 3.25]},
-    }
-
-    ratios = comparisons.ratios(checks)
-    differences = comparisons.differences(losses)
-
-    assert ratios == {"ratio": {"trace tiny": 1.2}, "added": {"tiny": 2}}
-    assert differences["mean_difference"] == -0.125
-    assert differences["largest_difference"] == 0.5
-
-
-def test_time_that_grows_with_the_root_of_work_has_half_its_exponent():
-    comparisons = importlib.import_module("compare")
-    measured = {
-        "embed_dim 64": {"flops": [64], "milliseconds": [8]},
-        "embed_dim 512": {"flops": [512], "milliseconds": [512**0.5]},
-    }
-
-    found = comparisons.exponents(measured)
-
-    assert found["exponents"] == {"embed_dim": pytest.approx(0.5)}
 
 
 def shakespeare_best(found: dict[str, Any]) -> str:
@@ -370,14 +215,6 @@ def test_the_minutes_of_make_train_are_those_of_the_records():
     assert max(seconds) == pytest.approx(5 * 60, rel=0.1)
 
 
-def test_every_row_of_the_readme_names_a_record():
-    rows = tables.readme()[1:]
-    assert len(rows) == len(tables.README_ROWS)
-    for row in rows:
-        path = row[0].partition("](")[2].removesuffix(")")
-        assert (ROOT / path).is_file(), row[0]
-
-
 def test_the_record_of_the_presets_is_that_of_today():
     found = result("presets")["presets"]
     assert found.keys() == PRESETS.keys()
@@ -385,12 +222,6 @@ def test_the_record_of_the_presets_is_that_of_today():
         assert found[name]["parameters"] == sum(part.parameters for part in parts_of(config.model))
         assert found[name]["steps"] == config.steps
         assert found[name]["tokens_per_step"] == config.batch_size * config.model.block_size
-
-
-def test_each_preset_of_the_table_has_its_recorded_loss_or_none():
-    losses = tables.recorded_losses()
-    assert losses["modern"] == "1.498 to 1.512"
-    assert set(tables.ON_A_CPU) - losses.keys() == {"shakespeare-best"}
 
 
 def test_parity_is_the_results():

@@ -21,12 +21,10 @@ from jgpt.config import ModelConfig
 from jgpt.nn.attention import split_heads
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.expressions import name_sizes
-from tests.commands import on_terminal, refused, worked
+from tests.commands import refused, worked
 from tests.models import random_gpt
-from tests.quick import only
 
 TOKENS = jnp.arange(10).reshape(2, 5)
-FAMILIES = ["lecture", "gpt2", "modern", "qwen3"]
 
 
 def model_of(family: str = "lecture", **changes: object) -> jgpt.GPT:
@@ -115,18 +113,6 @@ def test_paths_within_transformations(changes, block):
         assert f"{block}.feed_forward.expansion" in paths
         # where all blocks are one program, none has a number
         assert ("blocks.2.attention" in paths) == (block == "blocks.1")
-
-
-def test_decoding_is_heard():
-    graph, weights = nnx.split(model_of())
-    newest = TOKENS[:, :1]
-
-    def decode(weights, tokens):
-        model = nnx.merge(graph, weights)
-        return model(tokens, cache=model.empty_cache(2))
-
-    paths = paths_of(heard(jax.eval_shape, decode, weights, newest))
-    assert "blocks.2.attention.attend_over_cache" in paths
 
 
 def test_calls_in_a_cached_program_are_not_watched_but_captured_edited_and_drawn():
@@ -243,8 +229,14 @@ JITTED_MAP = jax.jit(mapped)
 NNX_JITTED = nnx.jit(calling)
 
 
-@pytest.mark.parametrize("call", [calling, jitted, nnx_jitted, mapped, mapped_in_jit, gradient])
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "remat": True}])
+@pytest.mark.parametrize(
+    ("call", "changes"),
+    [
+        *((call, {}) for call in (calling, nnx_jitted, mapped, mapped_in_jit)),
+        (jitted, {"scan_layers": True, "remat": True}),
+        (gradient, {"scan_layers": True, "remat": True}),
+    ],
+)
 def test_edited_models_and_the_plain_one_are_programs_of_their_own(call, changes):
     """Called in turn, each gives its own result, as the eager one of a loop over the blocks."""
     model = model_of(**changes)
@@ -376,24 +368,12 @@ def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
         assert len(set(map(float, kept))) == 3
 
 
-def test_watching_needs_the_checks(monkeypatch):
-    monkeypatch.setattr("jgpt.shapes.contract.config.jaxtyping_disable", True)
-    with pytest.raises(ValueError, match="switched off"), jgpt.watching(lambda call: None):
-        pass
-
-
 # --- capture and edit ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    only(
-        lambda case: case[0] == "qwen3" or case[1],
-        [
-            *((family, {}) for family in FAMILIES),
-            ("modern", {"scan_layers": True, "remat": True}),
-        ],
-    ),
+    [("qwen3", {}), ("modern", {"scan_layers": True, "remat": True})],
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):
     def add_to_a_feature(x):
@@ -475,15 +455,11 @@ def test_a_patch_of_another_prompt_under_jit_and_grad():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [("blocks.*.attention", lambda x: x.at[:, 2].set(-9.0)), ("GPT", jnp.negative)],
-)
-def test_an_edited_model_is_sampled_as_it_predicts(path, change):
+def test_an_edited_model_is_sampled_as_it_predicts():
     """The whole context is computed for each token: positions are counted from its start."""
     model = random_gpt("modern", num_layers=2, vocab_size=17, block_size=8, scan_layers=True)
-    edited = jgpt.edit(model, {path: change})
-    misspelt = jgpt.edit(model, {"block.1": change})
+    edited = jgpt.edit(model, {"blocks.*.attention": lambda x: x.at[:, 2].set(-9.0)})
+    misspelt = jgpt.edit(model, {"block.1": jnp.negative})
     prompt = TOKENS[:, :3]
 
     def sample(model):
@@ -546,14 +522,7 @@ def test_a_trace_of_code_of_one_s_own():
 result   bfloat16[batch=3 4]
          bfloat16[3 4]"""
     assert str(trace) == expected
-    page = trace._repr_html_()
-    assert re.sub("<[^>]*>", "", page) == expected
-    colours = re.findall(r"(#\w+)\">(\w+)</span>=", page)
-    names = [name for _, name in colours]
-    assert names == ["batch", "features", "batch", "features", "batch", "features", "batch"]
-    assert len(set(colours)) == 2  # each name has one colour
-    saved = json.loads(json.dumps(trace.as_json()))
-    assert saved["calls"][1]["arguments"].keys() == {"x"}
+    assert re.sub("<[^>]*>", "", trace._repr_html_()) == expected
     traces = [trace, other, jgpt.shape_trace(split, four_rows)]
     named = name_sizes(traces, {"b": (3, 5, 4), "f": (8, 10, 13)}).tree
     assert named.lines(1)[-2:] == [
@@ -584,13 +553,9 @@ def test_the_command_draws_any_batch_and_length(trained):
     assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
     assert max(map(len, said)) <= 80
 
-    both_sizes = worked("shapes", "tiny", "--batch", 2, "--time", 5)
-    assert "batch=2 time=5 vocab_size=65" in both_sizes
     # a size that was given stays a number beside one that was not
     batch_alone = worked("shapes", "tiny", "--batch", 5)
     assert "batch=5 time=t vocab_size=65" in batch_alone
-    time_alone = worked("shapes", "tiny", "--time", 5)
-    assert "batch=b time=5 vocab_size=65" in time_alone
 
     for option, call in (("--decode", "attend_over_cache"), ("--train", "cross_entropy_from")):
         picture = worked("shapes", "tiny", option, "--depth", 9)
@@ -606,7 +571,7 @@ def test_the_command_draws_any_batch_and_length(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", only([1, 4], [1, 2, 3, 4, 5]))
+@pytest.mark.parametrize("block_size", [1, 4])
 def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monkeypatch):
     config = ModelConfig(
         vocab_size=17, block_size=block_size, embed_dim=12, num_heads=2, num_layers=1
@@ -629,35 +594,3 @@ def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monke
     (line,) = draw_shapes("tiny", batch=3, train=True, json=True)
     assert ('"t+1"' in line) == (block_size > 1)
     assert "?" not in line
-
-
-def test_a_size_that_is_given_is_a_factor_of_a_product():
-    @jgpt.typed
-    def flattened(x: Float[Array, "batch time"]) -> Float[Array, "tokens"]:
-        return x.reshape(-1)
-
-    times = (4, 5, 7)
-    traces = [jgpt.shape_trace(flattened, jnp.ones((3, time))) for time in times]
-    named = name_sizes(traces, {"b": (3, 3, 3), "t": times}).tree
-    assert str(named).splitlines()[-1].split() == ["result", "float32[tokens=3*t]"]
-
-
-def test_a_terminal_shows_dimension_names_in_colours(monkeypatch):
-    plain = worked("shapes", "tiny")
-    assert "\x1b" not in plain
-
-    code, shown = on_terminal(80, "shapes", "tiny")
-    assert code == 0
-    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown)
-    assert text.replace("\r\n", "\n").endswith(plain)
-    coloured = re.findall(r"(\x1b\[[\d;]+m)([\w*]+)\x1b\[0m=", shown)
-    names = [name for _, name in coloured]
-    assert names == re.findall(r"([\w*]+)=", plain)
-    colours_of_batch = {colour for colour, name in coloured if name == "batch"}
-    colours_of_time = {colour for colour, name in coloured if name == "time"}
-    assert len(colours_of_batch) == 1
-    assert len(colours_of_batch | colours_of_time) == 2
-
-    monkeypatch.setenv("NO_COLOR", "1")
-    _, shown = on_terminal(80, "shapes", "tiny")
-    assert not re.search(r"\x1b\[[\d;]+m", shown)

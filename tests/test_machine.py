@@ -12,7 +12,6 @@ from jgpt.machine import (
     memory_in_use,
     memory_limit,
     peak_flops,
-    release_memory,
 )
 from tests.flags import known_flags
 
@@ -75,33 +74,9 @@ def test_memory_is_the_device_s_if_it_says_so(monkeypatch):
     assert memory_limit() is None
 
 
-@pytest.mark.parametrize(
-    ("system", "has", "trims"),
-    [("linux", True, True), ("linux", False, False), ("darwin", True, False)],
-    ids=["glibc", "another C library", "another system"],
-)
-def test_freed_memory_is_given_back_after_garbage_was_collected(monkeypatch, system, has, trims):
-    calls = []
-    library = types.SimpleNamespace()
-    if has:
-        library.malloc_trim = lambda kept: calls.append(f"keep {kept}")
-    monkeypatch.setattr("ctypes.CDLL", lambda name: {None: library}[name])
-    monkeypatch.setattr("gc.collect", lambda: calls.append("collect"))
-    monkeypatch.setattr("sys.platform", system)
-    release_memory()
-    monkeypatch.undo()  # the suite's own fixtures look at the system too
-
-    assert calls == ["collect", "keep 0"][: 1 + trims]
-
-
 def test_a_flag_that_xla_lacks_is_left_out():
     lacking = "--xla_no_such_flag=7"
     known = "--xla_cpu_parallel_codegen_split_count=1"
 
     assert known_flags([lacking, known, "--xla_nor_this"]) == [known]
     assert known_flags([known]) == [known]
-
-
-def test_another_failure_of_xla_is_no_answer_about_its_flags():
-    with pytest.raises(RuntimeError, match=r"can't ask XLA which flags it knows:\n.*many"):
-        known_flags(["--xla_cpu_parallel_codegen_split_count=many"])

@@ -1,6 +1,5 @@
 """`docs/one_page_gpt.py`, a GPT in plain JAX, is `jgpt.GPT`, and learns."""
 
-import ast
 import runpy
 from pathlib import Path
 
@@ -176,17 +175,3 @@ def test_it_learns_a_text_by_heart(poem, capsys):
     assert losses[-1] < 1
     sample = printed.split(f"{losses[-1]:.2f}")[-1]  # what follows the last step's line
     assert "So long" in sample
-
-
-def test_it_imports_jax_alone_and_fits_on_a_page():
-    source = PAGE.read_text(encoding="utf-8")
-    lines = source.splitlines()
-
-    imported = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            imported.update(alias.name for alias in node.names)
-    assert imported == {"sys", "jax", "jax.numpy"}
-    for line in lines:
-        assert not line.startswith("from ")
-    assert len(lines) <= 180

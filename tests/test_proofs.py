@@ -29,7 +29,6 @@ from jgpt.nn.loss import cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.models import abstract_model
 from jgpt.parallel.mesh import use_mesh
 from jgpt.presets import PRESETS, preset
-from jgpt.shapes import proofs
 from jgpt.shapes.proofs import Case, Proof, prove
 from jgpt.shapes.sizes import Size
 from jgpt.training.state import abstract_state
@@ -173,7 +172,7 @@ PROVEN = {
     **TRAINED,
 }
 """The table in benchmarks/proofs.md."""
-SLOW = {*DEEP, *TRAINED, "GPT of any vocabulary, width and block"}
+SLOW = {*TRAINED, "GPT of any vocabulary, width and block"}
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "proofs.json"
 
 
@@ -199,17 +198,15 @@ def recorded(name: str) -> dict[str, int]:
 LIKE_OTHERS = {"nanogpt-char", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 """Presets that differ from another in numbers alone, once they have two layers."""
 WITH_TWO_LAYERS = sorted(set(PRESETS) - LIKE_OTHERS)
-CUT = {f"{preset}, any batch and length" for preset in WITH_TWO_LAYERS}
-WHOLE = [name for name in PROVEN if name not in CUT]
+LIKE_OTHERS_TO_TRAIN = {f"{name}, train steps" for name in ("lecture", "nanogpt-cpu", "modern")}
+WHOLE = [name for name in PROVEN if name not in {*DEEP, *LIKE_OTHERS_TO_TRAIN}]
+"""All layers of a preset are for the record alone: two of them have all that differs."""
 
 
-@pytest.mark.parametrize("initializer", ["lecun_normal", "glorot_uniform", "he_normal"])
-def test_random_weights_of_any_width_are_proven(initializer):
-    make = getattr(nnx.initializers, initializer)()
-
+def test_random_weights_of_any_width_are_proven():
     def doubled(x: Array) -> Array:
         width = x.shape[-1]
-        return nnx.Linear(width, 2 * width, kernel_init=make, rngs=nnx.Rngs(0))(x)
+        return nnx.Linear(width, 2 * width, rngs=nnx.Rngs(0))(x)
 
     proof = prove(doubled, "float32[b t e]")
 
@@ -277,16 +274,6 @@ def test_a_mesh_is_proven_for_batches_that_it_divides_and_others(mesh, array, ca
 
     assert proof, str(proof)
     assert counts(proof) == {"proven": cases, "rejected": 1, "open": 0}
-
-
-@pytest.mark.slow
-def test_train_steps_on_a_mesh_are_proven():
-    steps = functools.partial(trained, preset("tiny"))
-
-    with use_mesh("data=4,fsdp=2"):
-        proof = prove(steps, "int32[n 8*b t+1]")
-
-    assert counts(proof) == {"proven": 3, "rejected": 1, "open": 0}
 
 
 # --- what a proof must find ----------------------------------------------------------------------
@@ -471,23 +458,6 @@ HIDDEN = {
     ),
     "shards": lambda x: on_shards(x),
 }
-INSIDE = {
-    "a branch": "cond",
-    "the other branch": "cond",
-    "a switch": "cond",
-    "a scan": "scan",
-    "a map": "scan",
-    "a loop": "scan",
-    "a condition": "while",
-    "a nested jit": "jit",
-    "a branch in a scan": "cond",
-    "rematerialisation": "remat2",
-    "a custom_vjp": "custom_vjp_call",
-    "a custom_jvp": "custom_jvp_call",
-    "a custom_vjp in a scan": "custom_vjp_call",
-    "shards": "shard_map",
-}
-"""The operation that holds each reshape. Once traced, the others are in the function itself."""
 
 
 @pytest.mark.parametrize(
@@ -510,22 +480,6 @@ def test_a_reshape_is_found_wherever_it_is(place):
     case = only_case(proof)
     assert case.verdict == "violated"
     assert "a reshape of b" in case.detail
-
-
-@pytest.mark.parametrize("place", INSIDE)
-def test_a_reshape_is_found_by_looking_inside_its_operation(place, monkeypatch):
-    """Without a look inside, the false program is proven: it tests that look and no other."""
-    look = proofs._require_whole_reshapes
-
-    def look_elsewhere(jaxpr: Any) -> None:
-        others = [
-            operation for operation in jaxpr.eqns if operation.primitive.name != INSIDE[place]
-        ]
-        look(jaxpr.replace(eqns=others))
-
-    monkeypatch.setattr(proofs, "_require_whole_reshapes", look_elsewhere)
-
-    assert prove(HIDDEN[place], "float32[b]")
 
 
 @jgpt.typed
@@ -551,23 +505,6 @@ def test_a_quotient_of_sizes_may_scale(scaled):
     case = only_case(proof)
     assert case.verdict == "proven"
     assert case.where == ()
-
-
-@pytest.mark.parametrize(
-    "decides",
-    [
-        lambda x: x if x.shape[0] / 2 > 1 else x[:1],
-        lambda x: x if 8 / x.shape[0] != 1 else x[:1],
-        lambda x: jnp.ones(int(x.shape[0] / 2)),
-    ],
-    ids=["greater", "unequal", "a size"],
-)
-def test_a_quotient_of_sizes_decides_nothing(decides):
-    proof = prove(decides, "float32[b]")
-
-    case = only_case(proof)
-    assert case.verdict == "open"
-    assert "of a size decides" in case.detail
 
 
 def as_many_arrays_as_rows(x):
@@ -630,15 +567,10 @@ def test_sizes_that_differ_are_told_from_sizes_that_can_t_be_shown_to_be_equal()
 @pytest.mark.parametrize(
     ("array", "where", "message"),
     [
-        ("float32(b)", (), "is not an array such as"),
         ("float32[b,2]", (), "is not an array such as"),
-        ("float32[-1]", (), "is not an array such as"),
         ("floot32[b]", (), "is not an array such as"),
         ("int8[b+]", (), "is not an array such as"),
-        ("int8[.5]", (), "is not an array such as"),
-        ("int8[b]", "b !! 3", "can't be read"),
         ("int8[b]", "b < 3", "can't be read"),
-        ("int8[b]", ["b == 3", "b ! 3"], "can't be read"),
         ("int8[b]", ["b >= 3", "b <= 2"], "no sizes"),
         ("int8[b]", ["b == 3", "b >= 4"], "no sizes"),
         ("int8[b]", "q >= 3", "names q, a size that no array has"),
@@ -649,30 +581,15 @@ def test_what_can_t_be_read_is_rejected(array, where, message):
         prove(jnp.abs, array, where=where)
 
 
-def own_methods() -> dict[str, Any]:
-    """The methods that a proof replaces, which are Python's own, of JAX's class of sizes."""
-    names = ("__eq__", "__ne__", "__bool__", "__pow__")
-    return {name: vars(Size).get(name) for name in names}
-
-
 def test_sizes_are_left_as_they_were():
-    before = own_methods()
+    """A proof replaces methods of JAX's class of sizes, which are Python's own."""
+    names = ("__eq__", "__ne__", "__bool__", "__pow__")
+    before = {name: vars(Size).get(name) for name in names}
     assert before["__eq__"] is not None, "JAX's symbolic sizes no longer define equality"
 
     prove(wrong_at_7, "float32[b t]")
 
-    assert own_methods() == before
-
-
-@pytest.mark.parametrize(("a", "b"), [(7, 3), (12, 5)])
-def test_jax_evaluates_sizes_as_python_does(a, b):
-    """By a method that is not public: if this fails, JAX has changed it."""
-    size: Any
-    (size,) = jax.export.symbolic_shape("2*floordiv(a, b) + mod(-1*a, b) + max(a, 9)")
-
-    found = size._evaluate({"a": a, "b": b})
-
-    assert found == 2 * (a // b) + -a % b + max(a, 9)
+    assert {name: vars(Size).get(name) for name in names} == before
 
 
 def test_a_fixed_size_counts_in_what_is_computed_of_it():
@@ -724,13 +641,14 @@ def test_other_threads_get_jax_s_own_answers_meanwhile():
         lambda size: int(1 + size**0.5),
         lambda size: math.ceil(2 * size**0.5 / 3),
         lambda size: 1 if size**0.5 > 3 else 2,
-        lambda size: 1 if size**0.5 == 3 else 2,
         lambda size: 1 if size**0.5 != 3 else 2,
         lambda size: 1 if -(size**-0.5) else 2,
-        lambda size: round(size**0.5),
+        lambda size: 1 if size / 2 > 1 else 2,
+        lambda size: 1 if 8 / size != 1 else 2,
+        lambda size: int(size / 2),
     ],
 )
-def test_what_a_power_of_a_size_decides_is_open(decided):
+def test_what_a_quotient_or_a_power_of_a_size_decides_is_open(decided):
     proof = prove(lambda x: x[: decided(x.shape[0])], "float32[b]")
 
     case = only_case(proof)

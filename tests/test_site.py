@@ -1,11 +1,7 @@
 """The site is whole: shapes in its signatures, lessons as executed, no link broken."""
 
-import html
 import inspect
-import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import typing
@@ -190,73 +186,6 @@ def test_the_front_page_has_a_page_to_play_with(folder, site):
     assert before == len(text) > 20
     assert after == 5
     assert errors == []
-
-
-ANSWERS = {
-    "does it run on my GPU": ["docs/scale", "#does-it-run-on-my-gpu"],
-    "Mac, Windows": ["docs/troubleshooting", ""],
-    "which preset": ["docs/presets", "#which-preset"],
-    "how long does GPT-2 take": ["docs/scale", "#how-long-does-gpt-2-take"],
-    "out of memory": ["docs/troubleshooting", "#out-of-memory"],
-    "why not just jaxtyping with beartype": [
-        "docs/shapes_in_your_code",
-        "#why-not-just-jaxtyping-with-beartype",
-    ],
-    "a Hugging Face model with its tokenizer from Python": [
-        "docs/weights",
-        "#a-hugging-face-model-with-its-tokenizer-from-python",
-    ],
-    "evaluate from Python": ["docs/runs", "#train-load-and-evaluate-from-python"],
-    "will the next version load my runs": ["docs/runs", "#will-the-next-version-load-my-runs"],
-}
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="the search of the site runs in node")
-def test_the_search_finds_the_answer_first(folder):
-    script = ROOT / "tests" / "site_search.js"
-    done = subprocess.run(["node", script, folder, *ANSWERS], capture_output=True, text=True)
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
-    assert dict(zip(ANSWERS, found, strict=True)) == ANSWERS
-
-
-MODEL_LINES = {
-    "scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)": "scores: float32[b 4 t t]",
-    "separate = x.reshape(batch, time, heads, features // heads)": "separate: float32[b t 4 32]",
-    "y = self.projection(merge_heads(heads))  # batch time embed_dim": "y: float32[b t 128]",
-    "hidden = self.expansion(x)": "hidden: float32[b t 512]",
-    "logits = project_to_tied_vocabulary(x, table, self.dtype, self.activation_dtype)": (
-        "logits: float32[b t 65]"
-    ),
-    "loss, gradients, extra = gradients_of(setup, weights, arrays, batch, step_key)": (
-        "loss: float32[]; gradients: 11 arrays"
-    ),
-    'x = x + attention(block, layer_norm(block["attention_norm"], x))': "x: float32[b t 64] x 2",
-    'batch = rules.shard_by_name(batch, "batch", None)': "batch: int32[b t+1]",
-}
-"""Lines of each file that `docs/read_the_model.md` shows."""
-
-
-def test_lines_of_the_model_have_their_shapes(folder, site):
-    page = (folder / "docs" / "read_the_model.html").read_text()
-    shown: dict[str, str] = {}
-    for kind, code, margin in re.findall(
-        r'<div class="(line[^"]*)"><code>(.*?)</code>(.*?)</div>', page
-    ):
-        text = html.unescape(re.sub("<.*?>", "", code)).strip()
-        shown[text] = html.unescape(re.sub("<.*?>", "", margin))
-        if text == "return mask & ~too_long_ago":  # there is no window
-            assert kind == "line not-reached"
-    lessons = [
-        link for link in site[Path("docs/read_the_model.html")].links if "notebooks/" in link
-    ]
-
-    for line, shapes in MODEL_LINES.items():
-        assert shown[line] == shapes
-    assert "?" not in "".join(shown.values())
-    assert len(set(lessons)) > 15
-    for link in lessons:
-        assert Path(os.path.normpath(Path("docs") / link)) in site
 
 
 def test_faults_are_rejected(tmp_path):

@@ -112,43 +112,6 @@ def handles_arrays(function: Any) -> bool:
     return any(_has_array(hint) for hint in annotations(function).values())
 
 
-def with_arrays(package: ModuleType) -> list[str]:
-    """The full names of all callables that take or return arrays, those in functions too."""
-    found: dict[str, None] = {}  # in order, and each once
-    for module in modules(package):
-        if module.__name__ in CONTRACT:
-            continue
-        for name, function in callables(module):
-            if handles_arrays(function):
-                found[name] = None
-        for name, node in nested_functions(source_of(module)):
-            if annotates_arrays(node):
-                found[f"{module.__name__}.{name}"] = None
-    return list(found)
-
-
-def new_annotations(package: ModuleType) -> dict[str, set[str]]:
-    """Of each callable the arguments whose arrays no callable before it annotates in that way.
-
-    Its result is `return`. Callables without any are left out.
-    """
-    known: set[str] = set()
-    found: dict[str, set[str]] = {}
-    for module in modules(package):
-        if module.__name__ in CONTRACT:
-            continue
-        for name, function in callables(module):
-            if not handles_arrays(function):
-                continue
-            for argument, hint in annotations(function).items():
-                # what a function takes and what it returns are checked in two places
-                written = f"{argument == 'return'} {hint}"
-                if _has_array(hint) and written not in known:
-                    found.setdefault(name, set()).add(argument)
-                    known.add(written)
-    return found
-
-
 def _has_array(hint: Any) -> bool:
     return any(is_array(part) for part in parts(hint))
 

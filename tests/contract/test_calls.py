@@ -1,15 +1,12 @@
 """What holds from call to call: nothing said of one counts for the next, and scopes end."""
 
-import gc
 import inspect
-import sys
 import threading
-import weakref
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from jaxtyping import Array, Float, TypeCheckError, config
+from jaxtyping import Array, Float, TypeCheckError
 
 from jgpt.shapes.calls import watching
 from jgpt.shapes.contract import check, typed
@@ -125,14 +122,12 @@ def of_many(first, *rest, last=9, **named):
 
 
 @pytest.mark.parametrize("function", [both, only_by_position, of_many])
-@pytest.mark.parametrize("args", [(), (5,), (5, 6), (5, 6, 7)], ids=str)
+@pytest.mark.parametrize("args", [(), (5, 6), (5, 6, 7)], ids=str)
 @pytest.mark.parametrize(
     "kwargs",
     [
         {},
         {"fourth": 8},
-        {"fourth": 8, "first": 1},
-        {"third": 1, "fourth": 8},
         {"fourth": 8, "second": 4},
         {"fourth": 8, "unknown": 0},
         {"second": 4},
@@ -153,29 +148,6 @@ def test_arguments_are_bound_as_python_binds_them(function, args, kwargs):
     assert list(heard[0]) == list(inspect.signature(function).parameters)
 
 
-def test_the_checks_put_one_frame_between_a_call_and_its_body():
-    """JAX walks the stack at each operation that it traces: frames cost more than checks."""
-
-    def depth() -> int:
-        frame = sys._getframe()
-        frames = 0
-        while frame:
-            frame = frame.f_back
-            frames = frames + 1
-        return frames
-
-    @typed
-    def inside(x: Float[Array, "size"]) -> int:
-        return depth()
-
-    checked = inside(jnp.ones(3))
-    config.update("jaxtyping_disable", True)
-    try:
-        assert inside(jnp.ones(3)) == checked  # the wrapper's own
-    finally:
-        config.update("jaxtyping_disable", False)
-
-
 def test_an_exception_keeps_its_type_and_place_and_gets_no_note():
     @typed
     def broken(x: Float[Array, "size"]) -> Float[Array, "size"]:
@@ -194,27 +166,3 @@ def test_an_exception_keeps_its_type_and_place_and_gets_no_note():
         "outer",
         "broken",
     ]
-
-
-def test_importing_reads_no_annotation():
-    """A wrong annotation is found by the first call: until then `typed` has not looked."""
-
-    @typed
-    def strange(x: 3) -> None: ...  # type: ignore[valid-type]
-
-    with pytest.raises(Exception, match="3 invalid or unrecognized"):
-        strange(3)
-
-
-def test_check_keeps_nothing_of_the_annotation_that_each_call_makes():
-    made = []
-
-    @typed
-    def function(x: Float[Array, "time width"]) -> Float[Array, "time"]:
-        annotation = Float[Array, "time width"]
-        made.append(weakref.ref(annotation))
-        return check(x, annotation).sum(axis=1)
-
-    function(jnp.ones((3, 5)))
-    gc.collect()
-    assert made[0]() is None

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import tokenizers
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
-from jgpt.data.encode import encode_each
 from jgpt.data.prepared import digest_of
 from tests.data.files import write
 
@@ -130,26 +128,6 @@ def test_a_stop_is_possible_while_a_text_is_learned_from_and_encoded(
         assert heard == fractions[: last + 1]
         assert folders(user_cache) == []
     assert load_dataset(config, 8).digest == whole.digest
-
-
-def test_a_stop_is_possible_while_another_process_tokenizes(text, monkeypatch):
-    def in_use(*_):
-        raise BlockingIOError
-
-    def stop(fraction):
-        if "waiting" in said:
-            raise Stopped
-
-    said = []
-    monkeypatch.setattr(prepared_module, "new_directory", in_use)
-
-    with pytest.raises(Stopped):
-        load_dataset(
-            DataConfig((str(text),)),
-            8,
-            warn=lambda line: said.extend(line.split()),
-            progress=stop,
-        )
 
 
 def test_tokens_that_no_run_has_opened_for_a_month_are_deleted_unless_they_are_locked(
@@ -295,48 +273,11 @@ def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch,
     assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
 
 
-def test_the_narrowest_type_holds_the_tokens(tmp_path):
-    for count, dtype in ((256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "uint32")):
-        characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
-        dataset = load_dataset(DataConfig((write(tmp_path, "a.txt", characters),)), 1)
-        assert dataset.train.dtype == dtype
-        assert [*dataset.train, *dataset.validation] == list(range(count))
-
-
 def test_an_unknown_character_is_named_with_its_place_in_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_module, "PIECE", 7)
     path = write(tmp_path, "a.txt", "abc\n" * 9 + "abd\n")
     with pytest.raises(ValueError, match="unknown character 'd' at position 38"):
         load_dataset(DataConfig((path,)), 1, tokenizer=CharTokenizer("\nabc"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_tokenizer_takes_little_memory_for_a_long_text(tmp_path, kind):
-    """Characters took 24 bytes for each: code points, indices of eight bytes, and copies."""
-    text = "".join(code_like(1_000_000))
-    sample = write(tmp_path, "a.txt", text[:100_000])
-    config = DataConfig((sample,), **TOKENIZERS[kind])
-    tokenizer = load_dataset(config, 8).tokenizer
-    list(encode_each(tokenizer, [text[:1000]], np.dtype(np.uint16)))
-    parts = [text[start : start + 20_000] for start in range(0, len(text), 20_000)]
-
-    def encode_all():
-        for _, tokens in encode_each(tokenizer, parts, np.dtype(np.uint16)):
-            yield len(tokens)
-
-    assert peak_of(lambda: tokenizer.encode(text)) < 8 * len(text)
-    assert peak_of(lambda: sum(encode_all())) < 2 * len(text)
-
-
-def peak_of(call):
-    """The most bytes that Python and NumPy have in use during a call, above those before."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("size", [17, 100, 1 << 14])

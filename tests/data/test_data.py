@@ -107,22 +107,6 @@ def test_tokens_that_exceed_the_device_stay_where_they_are(monkeypatch, dtype):
     assert np.array_equal(windows, batches(tokens, 3, 11, 5, 4, 7))
 
 
-def test_windows_reach_past_two_billion_tokens(tmp_path):
-    length = 2**31 + 2**30
-    positions = length - 5
-    with (tmp_path / "sparse").open("wb") as file:
-        file.truncate(2 * length)  # which takes no room on the disk
-    tokens = np.memmap(tmp_path / "sparse", np.uint16, mode="r")
-
-    windows = np.asarray(batches(tokens, 0, 0, 2, 3, 5))
-    starts = batches_module._window_starts(np.uint32(0), 0, np.uint32(positions), 50, 4)
-
-    assert not windows.any()  # read from the file, which is all zeros
-    # an int32 would be negative from 2**31 on
-    largest = np.asarray(starts).max()
-    assert 2**31 < largest < positions
-
-
 @pytest.mark.parametrize("block_size", [10, 11])
 def test_a_text_without_a_window_is_rejected(block_size):
     message = f"10 tokens are too few or too many for windows of {block_size + 1}: "

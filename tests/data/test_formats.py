@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import importlib
 import json
-import sys
 
 import pytest
 import tokenizers
@@ -123,16 +122,6 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, data, messa
         assert "\n" not in str(error.value)
 
 
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path, "a.parquet", b"x")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-
-    with pytest.raises(ModuleNotFoundError) as error:
-        read_text([path])
-
-    assert str(error.value) == f"{path} needs pyarrow: pip install 'jgpt[parquet]'"
-
-
 def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     for name, data in {
         "a.md": "one ",
@@ -187,16 +176,6 @@ def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
     assert read_text([f"{hidden}/message.txt"]) == "message.txt"
     with pytest.raises(FileNotFoundError, match=r"without any text or code .*: it has 1 \.png$"):
         read_text([pictures])
-
-
-def test_bytes_that_are_read_are_counted(tmp_path):
-    data = gzipped(b"text" * 999)
-    path = write(tmp_path, "a.txt.gz", data)
-    counts = []
-
-    read_text([path, path], advance=counts.append)
-
-    assert sum(counts) == 2 * len(data)  # as they lie on the disk, packed
 
 
 def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):

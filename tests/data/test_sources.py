@@ -158,18 +158,6 @@ def test_what_runs_in_a_folder_have_written_is_not_its_text(trained, tmp_path):
     assert read_text([str(run / "samples.txt")]) == sample  # which is asked for
 
 
-def test_a_file_named_as_a_corpus_is_not_passed_over_in_silence(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = []
-    assert read_text(["pydocs"], said.append) == python_reference()
-    assert said == []
-    write(tmp_path, "pydocs", "mine")
-    assert read_text(["pydocs"], said.append) == python_reference()
-    assert said == ["pydocs is the corpus of that name; the file or folder here is ./pydocs"]
-    assert read_text(["./pydocs"], said.append) == "mine"
-    assert len(said) == 1
-
-
 LINES = st.text(alphabet="a🙂é' \n\r\t1.\u2028\x1c\x85", max_size=60)
 
 
@@ -194,25 +182,6 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks_of([path], chunk_size)]
 
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(read).tolist()
-
-
-def test_a_text_without_a_place_to_cut_is_looked_at_about_twice(tmp_path, monkeypatch):
-    """As a book whose paragraphs are all indented. With one block more at each look, 5 MB of
-    newlines took 4.7 s instead of 1.0 s, and the time grew with the square of the size."""
-    text = "\n\u3000\u3000\u5929\u5730" * 4000
-    seen = []
-
-    def look(pending):
-        seen.append(len(pending))
-        return 0
-
-    monkeypatch.setattr(sources, "last_split_point", look)
-    path = write(tmp_path, "book.txt", text)
-
-    chunks = list(chunks_of([path], 100, longest_word=1 << 20))
-
-    assert "".join(chunks) == text
-    assert len(text) / 2 < sum(seen) < 3 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from flax import nnx
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
-from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
@@ -126,20 +125,6 @@ def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
         assert other.begin == ()
 
 
-def test_a_post_processor_of_another_kind_is_read_too():
-    backend = llama2_first()
-    sep = ("</s>", 2)
-    cls = ("<s>", 1)
-    backend.post_processor = tk.processors.RobertaProcessing(sep, cls, add_prefix_space=False)
-    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
-    assert tokenizer.begin == (1,)
-    assert tokenizer.encode("hello").tolist() == backend.encode("hello").ids
-
-    # a post-processor that adds nothing
-    backend.post_processor = tk.processors.ByteLevel()
-    assert BPETokenizer.from_hf(json.loads(backend.to_str())).begin == ()
-
-
 def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
     model = jgpt.BigramLM(tokenizer.vocab_size, rngs=nnx.Rngs(0))
     world = int(tokenizer.encode("hello world")[-1])
@@ -157,13 +142,6 @@ def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
         assert text == " world world"
     else:
         assert text == "world world"
-
-
-def encoded_parts(tokenizer, parts, **options) -> list[int]:
-    """The tokens of parts of a text that are encoded one after another."""
-    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16), **options)
-    data = b"".join(of_part for _, of_part in encoded)
-    return np.frombuffer(data, np.uint16).tolist()
 
 
 def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
@@ -242,12 +220,6 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
 
     assert chat._tokens(turns) == expected
     assert expected.count(backend.token_to_id(START)) == 5
-
-
-def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
-    tokens = encoded_parts(tokenizer, ["hello", " world"])
-
-    assert tokens == tokenizer.encode("hello world").tolist()
 
 
 def token_fields(content: str, **changed: bool) -> dict[str, Any]:

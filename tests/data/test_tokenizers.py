@@ -97,13 +97,6 @@ def test_byte_pairs_round_trip_for_any_text(byte_pairs, text):
     assert same_tokens(byte_pairs, restored, text)
 
 
-def test_byte_pairs_learn_what_is_frequent(byte_pairs):
-    assert 256 < byte_pairs.vocab_size < 283  # no pair was left to merge
-    assert BPETokenizer.train(["low lower lowest\n"], 260).vocab_size == 260
-    assert len(byte_pairs.encode("low new")) == 2
-    assert len(byte_pairs.encode("zebra")) == 5
-
-
 def test_gpt2_s_files_are_read_under_both_names(tmp_path):
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
@@ -120,14 +113,6 @@ def test_gpt2_s_files_are_read_under_both_names(tmp_path):
     assert tokenizer.encode("abc").tolist() == [4]
 
 
-@pytest.mark.parametrize("merges", ["a b c\n", "a z\n", "a\n"])
-def test_gpt2_s_files_that_contradict_each_other_are_rejected(tmp_path, merges):
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
-    (tmp_path / "merges.txt").write_text(merges)
-    with pytest.raises(ValueError, match="not GPT-2's vocabulary and merges"):
-        BPETokenizer.from_gpt2(tmp_path)
-
-
 def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
     tokenizer = CharTokenizer.from_text("hello, world")
     with pytest.raises(ValueError, match="unknown character") as error:
@@ -141,14 +126,6 @@ def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
             tokenizer.encode("d" + unknown)
 
 
-@pytest.mark.parametrize(("size", "shown"), [(100, 100), (101, 100)])
-def test_a_large_vocabulary_is_shortened(size, shown):
-    characters = "".join(chr(0x4E00 + i) for i in range(size))
-    with pytest.raises(ValueError, match=f"the {size} characters ") as error:
-        CharTokenizer(characters).encode("a")
-    assert str(error.value).endswith(repr(characters[:shown] + "…" * (size > shown)))
-
-
 def test_a_token_outside_the_vocabulary_is_named_with_its_place(byte_pairs):
     for tokenizer in (CharTokenizer("abc"), ByteTokenizer(), byte_pairs):
         size = tokenizer.vocab_size
@@ -158,12 +135,6 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(byte_pairs):
                 tokenizer.decode([0, 2, outside])
         with pytest.raises(ValueError, match="at position 1"):
             tokenizer.decode(np.array([0, size]))
-
-
-def test_a_character_vocabulary_is_sorted_unique_and_not_empty():
-    for characters in ("", "ba", "aa"):
-        with pytest.raises(ValueError, match="must be sorted and unique, and at least one"):
-            CharTokenizer(characters)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +176,6 @@ def test_a_text_is_encoded_whole_and_always_alike(byte_pairs):
     for _ in range(3):
         assert np.array_equal(tokenizer.encode(text), plain)
     assert tokenizer.to_json() == byte_pairs.to_json()
-
-
-def test_a_vocabulary_that_leaves_tokens_out_reaches_to_its_last(byte_pairs):
-    vocabulary = model_of(byte_pairs)["vocab"]
-    tokenizer = from_hf(byte_pairs, model=model_of(byte_pairs, vocab=vocabulary | {"l": 999}))
-
-    assert tokenizer.vocab_size == 1000
-    assert tokenizer.encode("l").tolist() == [999]
-    assert tokenizer.decode([998, 999]) == "l"
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -270,19 +232,6 @@ def test_tiktoken_gives_the_same_tokens(quick, text):
     for tokenizer in quick:
         fast, slow = both(tokenizer, text)
         assert fast == slow
-
-
-def test_a_long_text_is_encoded_by_tiktoken_and_a_short_one_is_not(byte_pairs, monkeypatch):
-    text = "low lower\n" * 7000
-    encoding = mock.Mock()
-    encoding.encode_to_numpy.return_value = np.array([3], np.uint32)
-    monkeypatch.setitem(byte_pairs.__dict__, "fast", encoding)
-    assert len(text) >= 1 << 16
-    assert byte_pairs.encode(text).tolist() == [3]
-    assert byte_pairs.encode(text).dtype == np.int32
-    assert len(byte_pairs.encode(text[: (1 << 16) - 1])) > 9
-    encoding.encode_to_numpy.side_effect = ValueError("Max stack size exceeded for backtracking")
-    assert len(byte_pairs.encode(text)) > 9  # by tokenizers
 
 
 def test_what_tiktoken_rejects_is_encoded_still(quick):

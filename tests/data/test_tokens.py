@@ -1,7 +1,6 @@
 """Tokens that other programs wrote become a folder, and arrays become a dataset."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from jgpt import CharTokenizer, DataConfig, Dataset
 from jgpt.data.characters import NumberTokenizer
-from jgpt.data.dataset import load_dataset, load_text
+from jgpt.data.dataset import load_text
 from jgpt.data.prepared import open_prepared, prepare_tokens
 from tests.commands import refused, worked
 
@@ -76,16 +75,6 @@ def test_nanogpt_s_folder_is_linked_and_keeps_its_splits(nanogpt, tmp_path):
     assert dataset.digest == digest(range(60))
     # all of another text is evaluated, which is here what is no training text
     assert load_text(config, LETTERS).tolist() == list(range(40, 60))
-
-
-def test_a_bin_is_split_as_a_text_is(nanogpt, tmp_path):
-    np.arange(60, dtype=np.uint16).tofile(nanogpt / "whole.bin")
-
-    prepare_tokens(nanogpt / "whole.bin", tmp_path / "out", LETTERS)
-    dataset = load_dataset(DataConfig((str(tmp_path / "out"),), test_fraction=0.1), 2)
-
-    assert [len(dataset.train), len(dataset.validation), len(dataset.test)] == [48, 6, 6]
-    assert dataset.digest == digest(range(60))
 
 
 def test_llm_c_s_header_says_the_dtype_and_the_number_of_tokens(tmp_path):
@@ -194,12 +183,3 @@ def test_a_dataset_may_have_splits_of_its_own():
 def test_tokens_that_are_none_are_refused(tokens, options, message):
     with pytest.raises(ValueError, match=message):
         Dataset.from_tokens(tokens, **options)
-
-
-def test_a_vocabulary_size_may_be_of_numpy():
-    """As `tokens.max() + 1` is, which JSON can't hold."""
-    tokens = np.array([1, 70_000], np.uint64)
-
-    dataset = Dataset.from_tokens(tokens, vocab_size=tokens.max() + np.uint64(1))
-
-    assert dataset.tokenizer.to_json() == json.dumps({"type": "numbers", "vocab_size": 70_001})

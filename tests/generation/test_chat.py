@@ -1,6 +1,5 @@
 """A conversation is the template's tokens, and no message can forge a turn."""
 
-import inspect
 import json
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers as tk
 from flax import nnx
 
 import jgpt
-from jgpt.cli.commands.chat import chat as chat_command
 from jgpt.generation.chat import END, START, Chat
 from tests.models import random_gpt
 
@@ -214,28 +211,6 @@ def test_other_tokenizers_are_rejected(tokenizer):
         Chat(Model(), tokenizer)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"temperature": -1.0}, "`temperature=-1.0` must be 0 or more"),
-        ({"top_p": 1.5}, r"`top_p=1.5` must be in \(0, 1\]"),
-    ],
-)
-def test_what_can_t_be_sampled_is_rejected_at_once(wrong, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        Chat(Model(), chat_tokenizer(), **wrong)  # type: ignore[arg-type]
-
-
-def test_answers_are_sampled_as_by_the_command_unless_told(asked):
-    default = inspect.signature(chat_command).parameters["top_p"].default
-    for options, expected in (({}, default), ({"top_p": None}, None), ({"top_k": 3}, default)):
-        said(Chat(Model(), chat_tokenizer(), **options), "one")  # type: ignore[arg-type]
-        sampling = asked[-1]["sampling"]
-        assert sampling.top_p == expected
-        assert sampling.top_k == options.get("top_k")
-    assert default == 0.95
-
-
 def test_each_reply_has_a_key_of_its_own(asked):
     chat = make()
     said(chat, "one")
@@ -243,13 +218,6 @@ def test_each_reply_has_a_key_of_its_own(asked):
 
     keys = [call["key"] for call in asked]
     assert keys == [jax.random.fold_in(KEY, 0), jax.random.fold_in(KEY, 1)]
-
-
-def test_a_key_is_a_key():
-    with pytest.raises(
-        TypeError, match=r"wrong argument `key`(.|\n)*int is .*jax\.random\.key mak"
-    ):
-        Chat(Model(), chat_tokenizer(), key=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -273,24 +241,3 @@ def test_reasoning_is_forgotten_and_nothing_else(answer, remembered, monkeypatch
 
     assert said(chat, "it") == (0, answer)
     assert chat._turns[-1] == chat._pieces("assistant", remembered)
-
-
-def test_in_pieces_the_template_has_the_tokens_of_one_text():
-    """Where a space is put before a text, as by Metaspace, a role and a newline get none."""
-    pieces = ["<unk>", "▁", "\n", *"user asitn", "▁u", "▁n"]
-    vocabulary = {piece: token for token, piece in enumerate(dict.fromkeys(pieces))}
-    merges = [("▁", "u"), ("▁", "n")]
-    for scheme in ("first", "never", "always"):
-        backend = tk.Tokenizer(tk.models.BPE(vocabulary, merges, unk_token="<unk>"))
-        metaspace = tk.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-        backend.pre_tokenizer = tk.pre_tokenizers.Sequence([metaspace])
-        backend.add_special_tokens([START, END])
-        tokenizer = jgpt.BPETokenizer.from_hf(json.loads(backend.to_str()))
-        chat = Chat(Model(), tokenizer)  # type: ignore[arg-type]
-        text = f"{START}user\nnut{END}\n{START}assistant\n"
-
-        tokens = chat._tokens([chat._pieces("user", "nut")])
-
-        assert tokens == backend.encode(text).ids, scheme
-        forged = tokenizer.encode_ordinary(END).tolist()
-        assert backend.token_to_id(END) not in forged

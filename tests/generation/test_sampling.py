@@ -185,11 +185,6 @@ def test_a_bad_parameter_is_rejected(options, message):
         Sampling(**options)
 
 
-def test_a_parameter_of_another_type_is_rejected():
-    with pytest.raises(TypeError, match="wrong argument `temperature`"):
-        Sampling(temperature="hot")  # type: ignore[arg-type]
-
-
 def test_under_jit_only_top_k_and_what_is_absent_make_another_program():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
     programs: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_k": 2}, {"min_p": 0.1}]

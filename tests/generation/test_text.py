@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jgpt import BigramLM, BPETokenizer, ByteTokenizer, CharTokenizer, generate_text
 from jgpt.generation.decoding import TOKENS_PER_CALL
-from jgpt.generation.text import MOST_PENDING, _Detokenizer, _texts, default_prompt, stream_text
+from jgpt.generation.text import _Detokenizer, _texts, stream_text
 
 KEY = jax.random.key(3)
 LETTERS = CharTokenizer("\nabcdef")
@@ -24,12 +24,6 @@ def model():
     # a logit 50 above the others is drawn whatever the key
     model.table.embedding[...] = 50 * following
     return model
-
-
-def test_a_sample_opens_with_a_new_line_if_there_is_one():
-    assert default_prompt(CharTokenizer("\n a")).tolist() == [0]
-    assert default_prompt(ByteTokenizer()).tolist() == [10]
-    assert default_prompt(CharTokenizer("bcd")).tolist() == [0]
 
 
 @given(st.binary(max_size=30), st.integers(1, 4))
@@ -243,29 +237,3 @@ def test_a_stream_says_what_all_tokens_say_together(context, text, size):
 
     assert tokenizer.decode(before) + said == tokenizer.decode(before + after)
     assert at_the_end == ""  # nothing waits for it
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [joined("hello world " * 2000), joined("你好🙂 " * 400), [FIRST_BYTE + 0x80] * 4000],
-    ids=["words", "characters of several bytes", "bytes that are no text"],
-)
-def test_a_stream_decodes_no_token_more_than_a_few_times(tokens, monkeypatch):
-    tokenizer = spaced()
-    decode = tokenizer.decode
-    decoded = []
-
-    def counted(some_tokens):
-        decoded.append(len(some_tokens))
-        return decode(some_tokens)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
-    writer = _Detokenizer(tokenizer, ("never",))
-    said = ""
-    for piece in cut_tokens(tokens, TOKENS_PER_CALL):
-        said += writer.write(piece)
-    said += writer.write(np.zeros(0, np.int32), final=True)
-
-    assert said == decode(tokens)
-    assert max(decoded) <= 2 * MOST_PENDING + 3 * TOKENS_PER_CALL
-    assert sum(decoded) < 25 * len(tokens)  # all of 4000 tokens for each 32 are 63 times each

@@ -57,17 +57,6 @@ def test_without_a_key_or_a_rate_the_array_itself_is_returned():
     assert apply_dropout(x, 0.0, jax.random.key(0)) is x
 
 
-def test_keys_may_come_from_the_default_stream():
-    module = jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0))
-    x = jnp.ones((2, 7, 6))
-
-    @jax.jit
-    def with_default_stream(x):
-        return module(x, rngs=nnx.Rngs(0))
-
-    assert not jnp.array_equal(with_default_stream(x), compiled(module, x))
-
-
 def test_nothing_is_dropped_half():
     """With a cache a block can't, so the embedding must not either."""
     model = small_gpt(num_layers=1, dropout=RATE)
@@ -204,13 +193,6 @@ def test_training_drops_the_n_grams_of_whole_positions():
     np.testing.assert_allclose(again, ratio, atol=1e-6)
     other_is_kept = kept_ratio(4) > 0.5
     assert not np.array_equal(other_is_kept, is_kept)
-
-
-def test_no_dropout_is_the_default():
-    head = jgpt.Head(6, 5, rngs=nnx.Rngs(0))
-
-    assert jgpt.ModelConfig().dropout == 0
-    assert head.dropout == 0
 
 
 def test_attention_drops_nothing_unless_it_is_asked_to():

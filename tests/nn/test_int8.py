@@ -103,7 +103,6 @@ def test_a_product_has_two_rows_at_least(rows, multiplied):
     assert product.outvars[0].aval.shape == (multiplied, 29)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", only(["lecture"], ["nanogpt", "lecture"]))
 def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
     model = random_gpt(family, use_bias=True, qkv_bias=True)

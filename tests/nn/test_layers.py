@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jgpt.nn.layers import LayerNorm, RMSNorm, rms_norm
 from jgpt.nn.products import project, project_to_vocabulary
@@ -146,20 +145,6 @@ def test_norms_add_a_hundred_thousandth_to_the_variance():
 
     for norm in (LayerNorm(2), RMSNorm(2)):
         np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
-
-
-def test_a_key_to_drop_with_is_the_next_one_or_none():
-    """A rate of zero takes a key too: what follows doesn't depend on whether a place drops."""
-    module = RMSNorm(2)
-    rngs = nnx.Rngs(dropout=3)
-    same_rngs = nnx.Rngs(dropout=3)
-
-    dropping = module.next_dropout_key(rngs, 0.5)
-    keeping = module.next_dropout_key(rngs, 0.0)
-
-    assert dropping == same_rngs.dropout()
-    assert keeping == same_rngs.dropout()
-    assert module.next_dropout_key(None, 0.5) is None
 
 
 def test_norms_are_wide():

@@ -11,15 +11,12 @@ from flax import nnx
 from jgpt import cross_entropy
 from jgpt.nn.layers import Embedding
 from jgpt.nn.loss import (
-    LOGITS_BYTES,
     bits_per_character,
     cross_entropy_from,
-    rows_at_once,
     token_losses,
     token_losses_from,
 )
 from jgpt.nn.module import require_in_vocabulary
-from jgpt.parallel.mesh import make_mesh
 from tests.models import SIZES, compiled, normal, random_model
 
 
@@ -142,21 +139,6 @@ def test_in_chunks_the_logits_are_never_held_together():
 
     assert temporary_bytes(positions) > logits_bytes
     assert temporary_bytes(16) < logits_bytes / 4
-
-
-def test_few_logits_are_held_at_once():
-    small_row = 65 * 4
-    large_row = 50257 * 4
-
-    # as many as fit: one more would not
-    assert rows_at_once(65) * small_row > LOGITS_BYTES - small_row
-    assert rows_at_once(50257) * large_row <= LOGITS_BYTES
-    assert rows_at_once(1 << 40) == 1  # of logits that don't fit, one row all the same
-
-    # each device has a quarter of the rows
-    with jax.set_mesh(make_mesh("data=2,fsdp=2,tensor=2")):
-        rows_of_all_devices = rows_at_once(50257)
-    assert rows_of_all_devices == 4 * (LOGITS_BYTES // large_row)
 
 
 # --- tokens and targets outside the vocabulary ---------------------------------------------------

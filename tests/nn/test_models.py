@@ -149,10 +149,3 @@ def test_a_compiled_forward_pass_has_about_as_many():
     counted = analysis["flops"] / (3 * config.block_size)
     expected = flops_per_token(config)
     assert expected < counted < 1.03 * expected
-
-
-def test_a_bigram_looks_up_alone():
-    config = ModelConfig(architecture="bigram", vocab_size=17)
-
-    assert flops_per_token(config) == 0
-    assert parameters_by_part(config) == {"table": 17 * 17}

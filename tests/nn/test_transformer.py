@@ -175,14 +175,6 @@ def test_a_scan_needs_blocks_that_are_alike():
         jax.eval_shape(model, tokens_of(1))
 
 
-def test_models_hold_parameters_only():
-    model = GPT(config_of("gpt2", dropout=0.5), rngs=nnx.Rngs(0))
-
-    others = nnx.state(model, nnx.Not(nnx.Param))
-
-    assert not others
-
-
 @pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("family", ["lecture", "modern"])
 def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, between):

@@ -7,16 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jgpt
 from jgpt.page.html import Page as ShownPage
 from jgpt.page.html import model_page
-from tests.browser import CHROMIUM, TWO_FRAMES, Page, shared_browser
+from tests.browser import CHROMIUM, Page, shared_browser
 from tests.page.records import Changes, record_of
 from tests.page.test_page import STARTED, said
 from tests.page.test_program import TOKENIZER, look_of
-from tests.runs.test_look import cell_of, json_of, middle_of
+from tests.runs.test_look import cell_of, middle_of
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
@@ -154,17 +153,6 @@ def test_controls_work_by_keyboard_and_have_names(opened):
     assert "lens-grid" in order
 
 
-@pytest.mark.parametrize("width", [240, 390])
-def test_controls_fit_a_narrow_window(chromium, path, width):
-    open_page(chromium, path, width)
-
-    beyond = chromium.run(f"""[...document.querySelectorAll("#dials *, #patching *")]
-        .filter(each => each.getBoundingClientRect().right > {width})
-        .map(({{ tagName, id }}) => tagName + id)""")
-
-    assert beyond == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
 def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, width, scheme):
@@ -177,23 +165,6 @@ def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, widt
         boxes = "textSpans.map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
         assert np.min(chromium.run(boxes)) >= 24
     assert chromium.errors == []
-
-
-@pytest.mark.slow
-def test_a_page_says_what_is_the_prompt_and_what_was_sampled(chromium, look, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(model_page(look.model, TOKENIZER, "run", "tra", max_new_tokens=4))
-    open_page(chromium, path)
-
-    assert json_of(path)["prompt"] == 3
-    assert chromium.run("textSpans.map(each => each.classList.contains('prompt'))") == [
-        *[True] * 3,
-        *[False] * 4,
-    ]
-    assert "3 tokens of a prompt and 4 sampled" in said(chromium, "summary")
-    chromium.run("change({ prompt: 'trac' })")
-    assert "4 tokens of a prompt." not in said(chromium, "summary")
-    assert said(chromium, "summary").endswith("; 4 tokens of a prompt")
 
 
 @pytest.mark.slow
@@ -216,76 +187,3 @@ def test_a_page_in_a_notebook_computes(chromium, look, tmp_path):
 
     assert chromium.run("heard") == "trac"
     assert chromium.errors == []
-
-
-# the heads whose switches are out of sight at the right, and how far a message leaves its section
-OUT_OF_SIGHT = """
-[...$("switches").querySelectorAll("[type=checkbox]")].filter(each =>
-    each.getBoundingClientRect().right > innerWidth).map(each => each.name)
-"""
-MESSAGE_OVERHANG = """
-$("said").scrollWidth - $("said").closest("section").clientWidth
-"""
-
-
-# whether the chosen weight is in the box of the map, and in the window; how tall the box is; and
-# how far the names of the columns are from its top
-CHOSEN_WEIGHT = """(() => {
-    const box = $("map").getBoundingClientRect();
-    const { left, top, right, bottom } = map.square.getBoundingClientRect();
-    const x = (left + right) / 2;
-    const y = (top + bottom) / 2;
-    return [x > box.left && x < box.right, y > box.top && y < box.bottom, y < innerHeight,
-        box.height, map.columns.getBoundingClientRect().top - box.top];
-})()"""
-
-
-def test_the_map_of_a_phone_shows_the_chosen_weight(chromium, tmp_path):
-    config = jgpt.ModelConfig(
-        vocab_size=TOKENIZER.vocab_size, block_size=110, num_layers=1, num_heads=1, embed_dim=2
-    )
-    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
-    path = tmp_path / "look.html"
-    path.write_text(model_page(model, TOKENIZER, "run", "tractab/be" * 11))
-    open_page(chromium, path, 390)
-
-    shown = []
-    for query, key in ((109, 109), (109, 2), (3, 1)):
-        chromium.run(f"choose({{ query: {query}, key: {key} }})")
-        chromium.run("$('map-title').scrollIntoView()")
-        chromium.run(TWO_FRAMES)
-        shown.append(chromium.run(CHOSEN_WEIGHT))
-    chromium.run("$('lens').scrollIntoView()")
-    for position in (109, 50):
-        chromium.run(f"choose(goTo({position}))")
-        chromium.run(TWO_FRAMES)
-    before = chromium.run(
-        "lens.cells[1][47].getBoundingClientRect().left"
-        " - lens.rows[0].name.getBoundingClientRect().right"
-    )
-
-    assert before > 0  # some of the tokens before the chosen one are in sight
-    for across, down, in_window, height, names in shown:
-        assert across
-        assert down
-        assert in_window
-        assert height < 844  # of the window
-        assert names == 0
-    assert chromium.errors == []
-
-
-@pytest.mark.slow
-def test_a_phone_shows_all_heads_a_whole_message_and_the_answer_about_a_line(chromium, path):
-    open_page(chromium, path, 360)
-    chromium.run("$('changes').scrollIntoView()")
-    chromium.run(TWO_FRAMES)
-    out_of_sight = chromium.run(OUT_OF_SIGHT)
-    chromium.run("[...$('questions').children].at(-1).onclick()")
-    chromium.run(TWO_FRAMES)
-    top = chromium.run("$('answer').getBoundingClientRect().top")
-    chromium.run("say('a'.repeat(200), true)")
-    overhang = chromium.run(MESSAGE_OVERHANG)
-
-    assert out_of_sight == []
-    assert 0 <= top < 100
-    assert overhang <= 0

@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jaxtyping import Array, Float
 
-from jgpt import typed
 from jgpt.generation.decoding import generate
 from jgpt.nn.int8 import quantise
 from jgpt.page.model import page_model
@@ -99,7 +96,7 @@ def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.slow
 @needs_javascript
 @pytest.mark.parametrize(
-    "name", only(["default preset"], ["default preset", "qwen3", "gpt2", "bigram", "one's own"])
+    "name", only(["default preset"], ["default preset", "qwen3", "bigram", "one's own"])
 )
 def test_the_record_is_that_of_python(name):
     look = look_of(name)
@@ -152,34 +149,6 @@ def test_dimensions_without_a_name_in_their_annotation_have_that_of_the_argument
     assert named[f"{attention}.query", "query"] == ["batch", "time", "out_features"]
 
 
-def test_a_size_alone_gives_a_dimension_no_name():
-    """Another array has it by chance: here as many features as tokens."""
-
-    class Flat(nnx.Module):
-        @typed
-        def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-            return x
-
-    class Turned(nnx.Module):
-        vocab_size = 17
-        block_size = 12
-
-        def __init__(self) -> None:
-            self.table = nnx.Param(jnp.ones((17, 8)))
-            self.flat = Flat()
-
-        def __call__(self, tokens: Any, *, rngs: Any = None) -> Any:
-            x = self.table[...][tokens]  # batch time features
-            x = self.flat(x.swapaxes(1, 2)).swapaxes(1, 2)
-            return x @ self.table[...].T
-
-    look = Look(Turned(), TOKENIZER, "turned")
-
-    for length in (7, 8):
-        dimensions = look.rows(length)[0].text["dimensions"]
-        assert dimensions == ["", "", ""]
-
-
 @needs_javascript
 def test_a_block_of_one_token_has_its_arrays():
     look = Look(random_model("gpt2", block_size=1), TOKENIZER, "short")
@@ -222,7 +191,7 @@ def test_a_request_that_can_t_be_computed_says_why():
 
 @pytest.mark.slow
 @needs_javascript
-@pytest.mark.parametrize("name", only(["default preset"], ["default preset", "gpt2", "one's own"]))
+@pytest.mark.parametrize("name", ["default preset", "one's own"])
 def test_a_text_is_written_on_with_the_tokens_of_generate(name):
     look = look_of(name)
     prompt = list(TOKENS[:4])
@@ -264,13 +233,7 @@ def test_a_patch_takes_from_the_tokens_up_to_its_position():
 
 
 @needs_javascript
-@pytest.mark.parametrize(
-    "filters",
-    only(
-        [{"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}].__contains__,
-        [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}],
-    ),
-)
+@pytest.mark.parametrize("filters", [{"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}])
 def test_filters_leave_out_what_they_leave_out_in_python(filters):
     look = look_of("default preset")
     prompt = list(TOKENS[:4])
@@ -414,8 +377,7 @@ def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
 
 
 @needs_javascript
-@pytest.mark.parametrize("name", only(["default preset"], ["default preset", "qwen3", "gpt2"]))
-def test_a_record_doesn_t_depend_on_the_texts_before_it(name):
+def test_a_record_doesn_t_depend_on_the_texts_before_it():
     """The worker remembers programs and the predictions of the last text."""
     tokens = list(TOKENS)
     other = TOKENIZER.encode(OTHER).tolist()
@@ -429,8 +391,8 @@ def test_a_record_doesn_t_depend_on_the_texts_before_it(name):
         {"tokens": tokens},
     ]
 
-    records = records_of(name, *requests)
-    in_reverse = records_of(name, *reversed(requests))
+    records = records_of("default preset", *requests)
+    in_reverse = records_of("default preset", *reversed(requests))
 
     assert not any("error" in record for record in records)
     assert records == in_reverse[::-1]

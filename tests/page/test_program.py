@@ -30,28 +30,6 @@ def names_of(program: Any) -> list[str]:
 # --- flattening -----------------------------------------------------------------------------------
 
 
-def test_nested_functions_become_one_list():
-    @jax.jit
-    def inner(x):
-        return jnp.sin(x) + 1
-
-    program = make_program(lambda x: jax.checkpoint(inner)(x) * 2, np.ones(3, np.float32))
-
-    assert names_of(program) == ["sin", "add", "mul"]
-    assert [program.types[number] for number in program.outputs.values()] == [("float32", (3,))]
-
-
-def test_what_no_result_needs_is_dropped_and_equal_operations_are_one():
-    def function(x):
-        jnp.cos(x)
-        return jnp.sin(x) + jnp.sin(x), jnp.sin(x) * 1
-
-    program = make_program(function, np.ones(3, np.float32))
-
-    assert names_of(program) == ["sin", "add", "mul"]
-    assert program.operations[1][1] == [1, 1] or len(set(program.operations[1][1])) == 1
-
-
 def test_operations_that_differ_in_a_parameter_are_two():
     def function(x):
         return x.sum(0) + x.sum(1)
@@ -59,17 +37,6 @@ def test_operations_that_differ_in_a_parameter_are_two():
     program = make_program(function, np.ones((3, 3), np.float32))
 
     assert names_of(program) == ["reduce_sum", "reduce_sum", "add"]
-
-
-def test_inputs_and_outputs_have_the_names_of_their_paths():
-    def function(weights, x):
-        return {"sum": [weights["blocks"][0] + x, weights["head"] * x]}
-
-    weights = {"head": np.ones(3, np.float32), "blocks": {0: np.ones(3, np.float32)}}
-    program = make_program(function, weights, np.ones(3, np.float32))
-
-    assert list(program.inputs) == ["0/blocks/0", "0/head", "1"]
-    assert list(program.outputs) == ["sum/0", "sum/1"]
 
 
 @pytest.mark.parametrize(
@@ -93,53 +60,26 @@ def test_a_primitive_of_a_newer_jax_is_made_of_others(name, coefficients, expect
         assert name not in names_of(program)
 
 
-def test_equal_constants_are_stored_once():
-    table = np.arange(6, dtype=np.float32)
-
-    def function(x):
-        return x * table + jnp.asarray(table.copy())
-
-    program = make_program(function, np.ones(6, np.float32))
-
-    (stored,) = program.constants.values()
-    np.testing.assert_array_equal(stored, table)
-
-
 def transformed(x):
     return jax.scipy.special.gammaln(x)
 
 
-def test_a_primitive_that_the_page_lacks_is_refused_with_the_line_that_uses_it():
-    line = transformed.__code__.co_firstlineno + 1
-
-    with pytest.raises(ValueError, match=r"^the page can't compute lgamma") as error:
-        make_program(lambda x: transformed(x) + 1, np.ones(4, np.float32))
-
-    message = str(error.value)
-    assert message.endswith(f"which {__file__}:{line} uses")
-    assert "\n" not in message
+def sines(x):
+    return jax.lax.scan(lambda carry, _: (jnp.sin(carry), None), x, None, length=60_000)[0]
 
 
 @pytest.mark.parametrize(
-    ("function", "argument", "reason"),
+    ("function", "reason"),
     [
-        (lambda x: x.astype(jnp.complex64), np.ones(2, np.float32), "the dtype complex64"),
-        (lambda x: jnp.lexsort((x, x + 1)), np.ones(2, np.float32), "num_keys=2"),
+        (transformed, f"the page can't compute lgamma.*{__file__}:"),
+        (lambda x: x.astype(jnp.complex64), "the page can't compute .* with .*the dtype complex64"),
+        (lambda x: jnp.lexsort((x, x + 1)), "the page can't compute .* with .*num_keys=2"),
+        (sines, "more than 50000 operations"),
     ],
 )
-def test_a_dtype_or_parameter_that_the_page_lacks_is_refused(function, argument, reason):
-    with pytest.raises(ValueError, match=r"^the page can't compute \w+ with ") as error:
-        make_program(function, argument)
-
-    assert reason in str(error.value)
-
-
-def test_a_scan_of_too_many_steps_is_refused():
-    def function(x):
-        return jax.lax.scan(lambda carry, _: (jnp.sin(carry), None), x, None, length=60_000)[0]
-
-    with pytest.raises(ValueError, match="more than 50000 operations"):
-        make_program(function, np.float32(1))
+def test_what_the_page_can_t_compute_is_refused_by_name(function, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_program(function, np.ones(2, np.float32))
 
 
 @needs_javascript
@@ -310,9 +250,7 @@ def gradients_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @needs_javascript
-@pytest.mark.parametrize(
-    "name", only(["one's own"], ["default preset", "qwen3", "gpt2", "one's own"])
-)
+@pytest.mark.parametrize("name", only(["one's own"], ["default preset", "qwen3", "one's own"]))
 def test_the_gradient_for_the_logits_is_that_of_the_loss(name):
     look = look_of(name)
 
@@ -328,7 +266,7 @@ def test_the_gradient_for_the_logits_is_that_of_the_loss(name):
 
 @pytest.mark.slow
 @needs_javascript
-@pytest.mark.parametrize("name", ["default preset", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["default preset", "qwen3"])
 def test_the_gradient_for_a_stream_is_that_of_a_patch(name):
     """The stream after each block."""
     look = look_of(name)

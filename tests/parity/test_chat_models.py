@@ -136,7 +136,7 @@ def read_json(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", ["qwen3"])
 def test_a_chat_model_stops_where_it_did(kind, tmp_path):
     theirs = tmp_path / "theirs"
     run = tmp_path / "run"

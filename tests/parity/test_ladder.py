@@ -49,7 +49,7 @@ QUICK = {"lecture", "modern, tied", "bigram"}
             (family, dtype)
             for family in FAMILIES
             for dtype in TOLERANCE
-            if family not in ALONE or (family in OTHERWISE and dtype == "float64")
+            if family in (QUICK if dtype == "float32" else {*FAMILIES} - {*ALONE} | OTHERWISE)
         ],
     ),
 )
@@ -78,7 +78,6 @@ def forget_a_bias(port):
     torch.nn.init.zeros_(port.blocks[1].feed_forward.expansion.bias)
 
 
-@pytest.mark.parametrize("dtype", only(["float64"], TOLERANCE))
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [
@@ -107,8 +106,8 @@ def forget_a_bias(port):
         "no clipping",
     ],
 )
-def test_the_ladder_sees_a_mistake(broken, seen, dtype):
-    assert blind_rungs("gpt2", dtype, **broken) == set(rungs_of(dtype)) - seen
+def test_the_ladder_sees_a_mistake(broken, seen):
+    assert blind_rungs("gpt2", "float64", **broken) == set(rungs_of("float64")) - seen
 
 
 def blind_rungs(family, dtype, **broken):

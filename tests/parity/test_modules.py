@@ -23,10 +23,10 @@ from tests.quick import only
 BATCH, TIME, KEYS, EMBED, HEADS = 2, 5, 13, 21, 3
 
 
-@pytest.fixture(params=only(["float64"], TOLERANCE))
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
+@pytest.fixture
+def dtype():
+    with jax.enable_x64(True):
+        yield "float64"
 
 
 def inputs(dtype, time=TIME, seed=3, size=0.3, embed=EMBED):
@@ -80,7 +80,7 @@ WRONG_MODERN = {**WRONG, "base": 100.0, "epsilon": 1e-4}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("causal", only([True], [False, True]))
+@pytest.mark.parametrize("causal", only([True], [True, False]))
 def test_attention(options, wrong, causal, dtype):
     module, port = attention(dtype, causal, **options)
     x = inputs(dtype, TIME, seed=TIME, embed=module.embed_dim)

@@ -119,7 +119,7 @@ def change(directory, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("name", only(["qwen3, tied"], MODELS))
+@pytest.mark.parametrize("name", only(["qwen3, tied"], (*QUICK, "llama, wide heads")))
 def test_import_and_export(name, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")
@@ -260,7 +260,7 @@ def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path
             assert_same_logits(model, read_back(tmp_path / "theirs"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, tied", "qwen3, tied"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3, tied"])
 def test_a_tied_table_that_is_stored_as_the_head_alone(name, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path)

@@ -2,7 +2,6 @@
 # ruff: noqa: RUF001
 
 import functools
-import gzip
 import json
 import random
 import shutil
@@ -17,19 +16,17 @@ import tokenizers as tk
 
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
-from jgpt.data.characters import NumberTokenizer, OwnTokenizer
+from jgpt.data.characters import NumberTokenizer
 from jgpt.data.encode import Tokenizer
 from jgpt.page import html
 from jgpt.page.program import Uncomputable
 from jgpt.page.vocabulary import Untranslatable, translate, vocabulary_of
 from tests.browser import CHROMIUM
 from tests.data.test_special_tokens import llama2, with_template
-from tests.quick import only
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="there is no node to run the script in")
 SCRIPT = Path(jgpt.__file__).parent / "page" / "browser" / "tokenizer.js"
-SURROGATE = "the text contains a lone surrogate, which UTF-8 cannot represent"
 DRIVER = """
 const read = JSON.parse(require("fs").readFileSync(0, "utf8"));
 const tried = act => {
@@ -356,14 +353,7 @@ def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None
 
 @needs_node
 def test_texts_have_the_tokens_of_python(every_tokenizer):
-    check_equal(every_tokenizer, 250, seed=1)
-
-
-@pytest.mark.slow
-@needs_node
-@pytest.mark.parametrize("name", [*TRAINED, "gpt2"])
-def test_ten_thousand_texts_have_the_tokens_of_python(every_tokenizer, name):
-    check_equal({name: every_tokenizer[name]}, 10_000, seed=2)
+    check_equal(every_tokenizer, 600, seed=1)
 
 
 # --- what the comparison would notice -------------------------------------------------------------
@@ -381,7 +371,7 @@ MISTAKES = [
 
 
 @needs_node
-@pytest.mark.parametrize(("name", "right", "wrong"), only(MISTAKES[:2], MISTAKES))
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES)
 def test_a_mistake_in_the_script_is_noticed(every_tokenizer, name, right, wrong):
     tokenizer = every_tokenizer[name]
     script = SCRIPT.read_text(encoding="utf-8")
@@ -416,58 +406,24 @@ def test_letters_are_those_of_the_library_s_unicode(every_tokenizer):
     assert set(classes) == {"L", "N"}
 
 
-@pytest.mark.slow
-def test_planes_that_are_not_asked_have_no_letters():
-    rest = [*range(0x40000, 0xE0000), *range(0xE1000, 0x110000)]
-    text = "".join(map(chr, rest))
-    for name in ("L", "N", "M", "P", "S"):
-        splitter = tk.pre_tokenizers.Split(tk.Regex(rf"\p{{{name}}}"), "isolated")
-        assert len(splitter.pre_tokenize_str(text)) == 1
-
-
 # --- patterns -------------------------------------------------------------------------------------
-
-
-def test_a_pattern_is_spelt_in_code_points():
-    assert translate(r"(?i:'s|k)|\s+(?!\S)") == (
-        r"(?:\u{27}[\u{53}\u{73}\u{17f}]|[\u{4b}\u{6b}\u{212a}])"
-        r"|[\p{White_Space}]+(?![\P{White_Space}])"
-    ).replace(r"(?:\u{27}", r"(?:[\u{27}]")
-    assert translate(r"[^a-c\]/\p{Lu}]{2,}") == r"[^\u{61}-\u{63}\u{5d}\u{2f}\p{Lu}]{2,}"
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
         "a++",
-        "a*+",
-        "a?+",
         "a+?",
-        "a{2}{3}",
         "^a",
-        "a$",
         ".",
         r"\w+",
-        r"\bword",
         "(?<=a)b",
-        "(?<!a)b",
-        "(?<name>a)",
         "(?>a)",
-        "(?x:a)",
         "(a)",
         "[a",
-        "[]a]",
         "[a&&b]",
-        "[[:alpha:]]",
-        r"\p{^L}",
         r"\P{L}",
-        r"\h",
-        r"\1",
         "(?i:é)",
-        "(?i:st)",
-        r"(?i:\p{Lu})",
-        "(?i:[a-z])",
-        "a{1",
     ],
 )
 def test_a_pattern_that_is_not_understood_is_not_translated(pattern):
@@ -478,22 +434,11 @@ def test_a_pattern_that_is_not_understood_is_not_translated(pattern):
 # --- other tokenizers -----------------------------------------------------------------------------
 
 
-class Vowels:
-    vocab_size = 5
-
-    def encode(self, text):
-        return ["aeiou".index(letter) for letter in text]
-
-    def decode(self, tokens):
-        return "".join("aeiou"[token] for token in tokens)
-
-
 def test_another_tokenizer_is_refused_with_the_reason():
     with pytest.raises(Uncomputable, match=r"with this tokenizer: its normalizer is Prepend$"):
         vocabulary_of(BPETokenizer(llama2(), vocab_size=1000))
-    for tokenizer in (OwnTokenizer.of(Vowels()), NumberTokenizer(11)):
-        with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
-            vocabulary_of(tokenizer)
+    with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
+        vocabulary_of(NumberTokenizer(11))
 
 
 @pytest.mark.parametrize(
@@ -520,60 +465,22 @@ def test_a_part_without_an_equal_in_the_page_is_the_reason(every_tokenizer, part
         vocabulary_of(other)
 
 
-@pytest.mark.slow
-@needs_node
-def test_a_vocabulary_of_150000_loads_at_once():
-    """Its size is that of the largest models'; merges are of parts that were made before."""
-    draw = random.Random(5)
-    letters = tk.pre_tokenizers.ByteLevel.alphabet()
-    words = sorted(letters)
-    vocabulary = {word: token for token, word in enumerate(words)}
-    merges = []
-    while len(words) < 150_000:
-        one = words[draw.randrange(len(words) // 3)]
-        other = words[draw.randrange(256)]  # so that a token has some seven letters
-        if one + other not in vocabulary:
-            vocabulary[one + other] = len(words)
-            words.append(one + other)
-            merges.append((one, other))
-    backend = tk.Tokenizer(tk.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    backend.pre_tokenizer = split_into(QWEN_WORDS)
-    backend.decoder = tk.decoders.ByteLevel()
-    tokenizer = BPETokenizer(backend)
-
-    data = vocabulary_of(tokenizer)
-
-    texts = random_texts(40, seed=3)
-    (answer,) = in_node({"vocabulary": data, "texts": texts})
-    assert answer["encoded"] == [encoded(tokenizer, text) for text in texts]
-    assert answer["milliseconds"] < 1000  # 250 when this was written
-    page = json.dumps(data, separators=(",", ":")).encode()
-    assert len(page) < 700_000  # 609,390, and 445,464 after gzip
-    assert len(gzip.compress(page)) < 500_000
-
-
 # --- hostile names --------------------------------------------------------------------------------
 
 HOSTILE = ["</script><script>window.ran = 1</script>", "{{style}}", "{{data}}", "<!--", "\0"]
 HOSTILE += ["\u2028", "__proto__", "constructor", "[a-z](?i)", "\\p{L}", "$&", "]]>", "\u202e"]
 
 
-def hostile_tokenizers() -> dict[str, Tokenizer]:
+def hostile_tokenizer() -> BPETokenizer:
     backend = byte_level(split_into(LLAMA3_WORDS), 300, ["<|a|>"])
     backend.add_tokens([tk.AddedToken(text, normalized=False) for text in HOSTILE])
-    characters = "".join(sorted(set("".join(HOSTILE)) | {"\ud800"}))
-    return {
-        "byte_pairs": BPETokenizer(backend),
-        "characters": CharTokenizer(characters),
-    }
+    return BPETokenizer(backend)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
-@pytest.mark.parametrize("kind", ["byte_pairs", "characters"])
-def test_a_hostile_tokenizer_runs_nothing_in_a_page(page, tmp_path, kind):
-    tokenizer = hostile_tokenizers()[kind]
+def test_a_hostile_tokenizer_runs_nothing_in_a_page(page, tmp_path):
+    tokenizer = hostile_tokenizer()
     vocabulary = vocabulary_of(tokenizer)
-    assert vocabulary["kind"] == kind
     path = tmp_path / "look.html"
     path.write_text(html.page_of({"vocabulary": vocabulary}), encoding="utf-8")
 

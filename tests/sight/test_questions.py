@@ -38,16 +38,6 @@ def test_the_lengths_that_are_proven_are_told_and_no_others() -> None:
     assert refusing == "proven for t = 1 to 5; it refuses t = 6: 6 is more than 5"
 
 
-def test_a_length_that_a_bare_assertion_refuses_ends_the_list() -> None:
-    def shorter_than_4(x: Array) -> Array:
-        assert x.shape[1] < 4
-        return attend()(x)
-
-    proof = jgpt.prove(shorter_than_4, "float32[b t 3]", causal="t")
-
-    assert str(proof).startswith("proven for t = 1 to 3; it refuses t = 4: ")
-
-
 def test_a_function_of_one_length_is_asked_at_that_length() -> None:
     def of_three(x: Array, right: bool) -> Array:
         y = x.reshape(2, 3, 4) if right else x.reshape(2, 4, 3).mT
@@ -144,10 +134,6 @@ def copied(x: Array) -> Array:
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
-
-
-def decomposed(x: Array) -> Array:
-    return jnp.linalg.cholesky(x[..., :1] * jnp.eye(3)) @ x[..., None] if x.ndim > 3 else copied(x)
 
 
 def test_an_operation_without_a_rule_is_named() -> None:
