@@ -62,16 +62,6 @@ def test_batches_do_not_depend_on_how_steps_are_grouped(seed, step, split):
     assert np.array_equal(whole, np.concatenate([first, second]))
 
 
-def test_seed_and_step_decide_the_batch():
-    drawn = set()
-    for seed in (0, 1, 2**31, 2**32 - 1):  # up to the largest that a config allows
-        for step in (0, 1, 2, 1000):
-            windows = np.asarray(batches(COUNTING, seed, step, 1, 4, 7))
-            drawn.add(windows.tobytes())
-
-    assert len(drawn) == 16
-
-
 def test_tokens_in_a_file_give_the_same_batches_and_each_device_its_own_windows(tmp_path):
     COUNTING.astype(np.uint16).tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
@@ -291,3 +281,13 @@ def test_prepared_data_goes_with_nothing_else(prepared):
         load_dataset(DataConfig(data=(str(prepared), "pydocs")), 8)
     with pytest.raises(ValueError, match="was prepared with another tokenizer"):
         load_dataset(DataConfig(data=(str(prepared),)), 8, tokenizer=ByteTokenizer())
+
+
+def test_seed_and_step_decide_the_batch():
+    drawn = set()
+    for seed in (0, 1, 2**31, 2**32 - 1):  # up to the largest that a config allows
+        for step in (0, 1, 2, 1000):
+            windows = np.asarray(batches(COUNTING, seed, step, 1, 4, 7))
+            drawn.add(windows.tobytes())
+
+    assert len(drawn) == 16

@@ -184,22 +184,6 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(read).tolist()
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "chunks"),
-    [
-        ("one\ntwo\n\nthree\nfour\nfive", 10, ["one\n", "two\n\nthree\n", "four\nfive"]),
-        ("a\nbcd\nef", 4, ["a\n", "bcd\n", "ef"]),
-        ("a \nb\n c\n\nd", 1, ["a", " \nb\n c\n\nd"]),  # before a space, if not after a line
-        ("ab\n\ncdefg hij  k", 3, ["ab\n\ncdefg", " hij", "  k"]),
-        ("abcdefghijklmnop", 3, ["abcdefghijkl", "mnop"]),  # a word above LONGEST_WORD
-        ("\nab\nc\nd", 3, ["\nab\n", "c\n", "d"]),
-    ],
-)
-def test_chunks_are_cut_where_a_line_or_word_ends(tmp_path, text, size, chunks):
-    path = write(tmp_path, "lines.txt", text)
-    assert list(chunks_of([path], size, longest_word=12)) == chunks
-
-
 def test_what_is_no_text_is_named_with_the_command_that_reads_it(tmp_path):
     np.save(tmp_path / "notes.npy", np.arange(9))
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")

@@ -12,6 +12,7 @@ from flax import nnx
 import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
+from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
 from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
@@ -123,25 +124,6 @@ def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
     assert tokenizer.encode(f"hello{begin}{begin}").tolist().count(token) == 3
     for other in (CharTokenizer("\n a"), ByteTokenizer(), BPETokenizer.train([TEXT], 300)):
         assert other.begin == ()
-
-
-def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
-    model = jgpt.BigramLM(tokenizer.vocab_size, rngs=nnx.Rngs(0))
-    world = int(tokenizer.encode("hello world")[-1])
-    table = np.zeros((tokenizer.vocab_size, tokenizer.vocab_size), np.float32)
-    table[:, world] = 9  # always says the same token
-    model.table.embedding[...] = jnp.asarray(table)
-
-    continuation, text = generate_text(model, tokenizer, ("hello", ""), 2, temperature=0.0)
-
-    assert default_prompt(tokenizer).tolist() == list(tokenizer.begin)
-    assert encode_text(tokenizer, "hello").tolist() == tokenizer.encode("hello").tolist()
-    assert continuation == " world world"
-    # the first word of a text has no space before it, but for Llama 3, where it is in the token
-    if family == "llama3":
-        assert text == " world world"
-    else:
-        assert text == "world world"
 
 
 def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
@@ -261,3 +243,35 @@ def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tm
     text = "hello \n<A> \nworld <B> <C> <D> \nthe"
 
     assert tokenizer.encode(text).tolist() == theirs(text).input_ids
+
+
+def encoded_parts(tokenizer, parts, **options) -> list[int]:
+    """The tokens of parts of a text that are encoded one after another."""
+    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16), **options)
+    data = b"".join(of_part for _, of_part in encoded)
+    return np.frombuffer(data, np.uint16).tolist()
+
+
+def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
+    model = jgpt.BigramLM(tokenizer.vocab_size, rngs=nnx.Rngs(0))
+    world = int(tokenizer.encode("hello world")[-1])
+    table = np.zeros((tokenizer.vocab_size, tokenizer.vocab_size), np.float32)
+    table[:, world] = 9  # always says the same token
+    model.table.embedding[...] = jnp.asarray(table)
+
+    continuation, text = generate_text(model, tokenizer, ("hello", ""), 2, temperature=0.0)
+
+    assert default_prompt(tokenizer).tolist() == list(tokenizer.begin)
+    assert encode_text(tokenizer, "hello").tolist() == tokenizer.encode("hello").tolist()
+    assert continuation == " world world"
+    # the first word of a text has no space before it, but for Llama 3, where it is in the token
+    if family == "llama3":
+        assert text == " world world"
+    else:
+        assert text == "world world"
+
+
+def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
+    tokens = encoded_parts(tokenizer, ["hello", " world"])
+
+    assert tokens == tokenizer.encode("hello world").tolist()

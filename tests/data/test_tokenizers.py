@@ -97,22 +97,6 @@ def test_byte_pairs_round_trip_for_any_text(byte_pairs, text):
     assert same_tokens(byte_pairs, restored, text)
 
 
-def test_gpt2_s_files_are_read_under_both_names(tmp_path):
-    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
-    tokenizer = BPETokenizer.from_gpt2(tmp_path)
-    assert tokenizer.encode("abcab").tolist() == [4, 3]
-
-    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
-    with pytest.raises(FileNotFoundError, match=r"has neither encoder\.json"):
-        BPETokenizer.from_gpt2(tmp_path)
-
-    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
-    tokenizer = BPETokenizer.from_gpt2(str(tmp_path))
-    assert tokenizer.encode("abc").tolist() == [4]
-
-
 def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
     tokenizer = CharTokenizer.from_text("hello, world")
     with pytest.raises(ValueError, match="unknown character") as error:
@@ -181,21 +165,6 @@ def test_a_text_is_encoded_whole_and_always_alike(byte_pairs):
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 PIECE = {"Sequence": {"id": "A", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
-
-
-def test_what_models_of_today_have_is_read(byte_pairs):
-    """Llama 2's normaliser, Llama 3's regular expression and end, Qwen3's normal form."""
-    words = "(?i:'s|'t)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    prepend = {"type": "Prepend", "prepend": "▁"}
-    tokenizer = from_hf(
-        byte_pairs,
-        normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, prepend, space]},
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, BYTES]},
-    )
-
-    assert tokenizer.decode(tokenizer.encode("low new")) == "▁low▁new"
 
 
 # --- tiktoken ------------------------------------------------------------------------------------
@@ -274,24 +243,6 @@ def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
     assert from_hf(byte_pairs, **changes).fast is None
 
 
-def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
-    model = model_of(byte_pairs)
-    vocab = model["vocab"]
-    merges = model["merges"]
-    first, second = ("".join(pair) for pair in merges[:2])
-    twice = {"vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000}}
-
-    for changes in (
-        {"ignore_merges": True},
-        {"byte_fallback": True},
-        {"vocab": vocab | {first: vocab[second], second: vocab[first]}},  # in another order
-        {"vocab": {word: token for word, token in vocab.items() if word != "!"}},
-        {"vocab": vocab | {"zzz": 999}},  # of no merge
-        twice | {"merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]]},
-    ):
-        assert from_hf(byte_pairs, model=model | changes).fast is None
-
-
 def test_long_words_are_learnt_from_in_parts():
     """Otherwise this takes minutes, since a merge moves what follows it."""
     word = "".join("acgt"[(n * n + n // 7) % 4] for n in range(200_000))
@@ -337,3 +288,37 @@ def test_gpt2_s_tokens_are_those_of_transformers_before_and_after_saving(data_di
     assert saved.encode(contractions) == ours.encode(contractions).tolist()
     assert ours.encode(special).tolist().count(50256) == 2
     assert same_tokens(ours, again, special)
+
+
+def test_gpt2_s_files_are_read_under_both_names(tmp_path):
+    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    tokenizer = BPETokenizer.from_gpt2(tmp_path)
+    assert tokenizer.encode("abcab").tolist() == [4, 3]
+
+    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
+    with pytest.raises(FileNotFoundError, match=r"has neither encoder\.json"):
+        BPETokenizer.from_gpt2(tmp_path)
+
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    tokenizer = BPETokenizer.from_gpt2(str(tmp_path))
+    assert tokenizer.encode("abc").tolist() == [4]
+
+
+def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):
+    model = model_of(byte_pairs)
+    vocab = model["vocab"]
+    merges = model["merges"]
+    first, second = ("".join(pair) for pair in merges[:2])
+    twice = {"vocab": vocab | {"Ġq": 998, "qx": 999, "Ġqx": 1000}}
+
+    for changes in (
+        {"ignore_merges": True},
+        {"byte_fallback": True},
+        {"vocab": vocab | {first: vocab[second], second: vocab[first]}},  # in another order
+        {"vocab": {word: token for word, token in vocab.items() if word != "!"}},
+        {"vocab": vocab | {"zzz": 999}},  # of no merge
+        twice | {"merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]]},
+    ):
+        assert from_hf(byte_pairs, model=model | changes).fast is None

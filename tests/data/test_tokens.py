@@ -1,6 +1,7 @@
 """Tokens that other programs wrote become a folder, and arrays become a dataset."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -183,3 +184,12 @@ def test_a_dataset_may_have_splits_of_its_own():
 def test_tokens_that_are_none_are_refused(tokens, options, message):
     with pytest.raises(ValueError, match=message):
         Dataset.from_tokens(tokens, **options)
+
+
+def test_a_vocabulary_size_may_be_of_numpy():
+    """As `tokens.max() + 1` is, which JSON can't hold."""
+    tokens = np.array([1, 70_000], np.uint64)
+
+    dataset = Dataset.from_tokens(tokens, vocab_size=tokens.max() + np.uint64(1))
+
+    assert dataset.tokenizer.to_json() == json.dumps({"type": "numbers", "vocab_size": 70_001})

@@ -153,21 +153,6 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
     assert asked[-1]["tokens"] == asked[-2]["tokens"]
 
 
-def test_a_message_is_forgotten_with_its_answer(asked):
-    """Even where room for the message alone would do."""
-    tokenizer = chat_tokenizer()
-    chat = make()
-    last = f"{START}user\nis{END}\n{START}assistant\n"
-    others = f"{START}user\n{END}\n{START}assistant\nhello{END}\n{last}"
-    room = 64 - 7 - len(tokenizer.encode(others))
-    said(chat, "z" * (room + 1))  # each z is a token: one too many for the next turn
-
-    dropped, _ = said(chat, "is")
-
-    assert dropped == 2
-    assert asked[-1]["tokens"] == tokenizer.encode(last).tolist()
-
-
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(asked):
     chat = make()
     tokenizer = chat_tokenizer()

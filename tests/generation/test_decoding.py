@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxtyping import TypeCheckError
 
 from jgpt import GPT, generate
 from jgpt.generation import decoding
@@ -192,17 +191,6 @@ def test_a_mesh_generates_the_same_tokens():
 
 
 @pytest.mark.slow
-def test_what_a_row_draws_depends_on_its_place_and_not_on_the_others(model):
-    alone = generate(model, PROMPT[:1], 9, key=KEY)
-    together = generate(model, PROMPT, 9, key=KEY)
-    twice = generate(model, PROMPT[jnp.array([0, 0])], 9, key=KEY)
-
-    assert jnp.array_equal(together[0], alone[0])
-    assert jnp.array_equal(together[0], twice[0])
-    assert not jnp.array_equal(twice[0], twice[1])
-
-
-@pytest.mark.slow
 def test_a_seed_draws_the_same_twice_and_from_the_model_s_distribution(model):
     draw = functools.partial(next_token, sampling=Sampling())
     count = 2 * TOKENS_PER_CALL + 3
@@ -240,40 +228,6 @@ def test_a_stream_is_what_generate_appends_and_a_shorter_one_its_beginning(model
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole[:, 3:])
     np.testing.assert_array_equal(shorter, whole[:, : 3 + less])
     np.testing.assert_array_equal(nothing, PROMPT)
-
-
-@pytest.fixture
-def prefills(monkeypatch):
-    """The calls of `_prefill`, which computes nothing."""
-    calls = []
-
-    def prefill(weights, window, length, *, graph, width, capacity):
-        calls.append({"width": width, "capacity": capacity})
-        return window, length, None
-
-    monkeypatch.setattr(decoding, "_prefill", prefill)
-    return calls
-
-
-@pytest.fixture
-def draws(prefills, monkeypatch):
-    """The calls of `_compiled_draw`, which computes nothing either."""
-    calls = []
-
-    def draw(weights, window, length, cache, start, count, key, sampling, *, graph, recomputes):
-        calls.append({"start": start, "sampling": sampling, "recomputes": recomputes})
-        return window, length, cache, np.zeros((len(window), TOKENS_PER_CALL), np.int32), True
-
-    monkeypatch.setattr(decoding, "_compiled_draw", draw)
-    return calls
-
-
-def test_each_sampling_parameter_is_passed_on(model, draws):
-    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125}
-    generate(model, PROMPT, 1, key=KEY, **options)
-    assert vars(draws[0]["sampling"]) == options
-    generate(model, PROMPT, 1, key=KEY)
-    assert draws[1]["sampling"] == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -316,53 +270,6 @@ def test_weights_that_are_committed_to_a_device_compile_one_decode_loop(time, ca
         generate(model, PROMPT[:, :time], TOKENS_PER_CALL + 1, key=KEY)
 
     assert sum("XLA compilation of jit(_draw)" in line for line in caplog.messages) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "time", "count", "recomputes"),
-    [
-        ("nanogpt", 3, BLOCK_SIZE - 2, False),
-        ("nanogpt", 3, BLOCK_SIZE - 1, True),
-        ("nanogpt", BLOCK_SIZE, 1, False),
-        ("modern", 3, 5 * BLOCK_SIZE, False),
-    ],
-)
-def test_only_learned_positions_past_the_block_are_read_again(draws, name, time, count, recomputes):
-    """The block full, its last token is followed by one more from the cache."""
-    generate(small_model(name), jnp.ones((2, time), jnp.int32), count, key=KEY)
-    assert [call["recomputes"] for call in draws] == [recomputes]
-
-
-@pytest.mark.parametrize(("length", "of_cache"), [(4, 3), (BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 0)])
-def test_a_token_is_drawn_from_the_cache_as_long_as_it_can_be(model, length, of_cache):
-    """A cache that is not finite is noticed where it is read, and only there."""
-    graph, weights = nnx.split(model)
-    greedy = jax.tree.map(jnp.float32, Sampling(0.0))
-
-    def are_logits_finite(values, count):
-        """With numbers such as these added to the values of the cache."""
-        cache = model.empty_cache(1)
-        cache.set_lengths(jnp.array([length - 1]))
-        for layer in cache.layers:
-            layer.end[...] = jnp.array(length - 1)
-            layer.values[...] += values
-        *_, finite = decoding._compiled_draw(
-            weights,
-            # what follows is donated: no array may be there twice
-            jnp.ones((1, BLOCK_SIZE), jnp.int32),
-            jnp.array([length]),
-            jax.tree.map(jnp.copy, cache),
-            0,
-            count,
-            KEY,
-            greedy,
-            graph=graph,
-            recomputes=True,
-        )
-        return bool(finite)
-
-    assert are_logits_finite(0, 5)
-    assert are_logits_finite(jnp.nan, 5) == (of_cache == 0)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +335,35 @@ def test_a_cache_is_not_below_what_the_model_computes_in():
     assert 0 < error < 1.5 * rounding
 
 
-def test_a_cache_of_another_model_is_rejected(model):
-    other = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1)
-    with pytest.raises(TypeCheckError, match=r"append\(\) got a wrong argument `key`"):
-        jax.eval_shape(lambda prompt: model(prompt, cache=other.empty_cache(2)), PROMPT)
+@pytest.fixture
+def draws(prefills, monkeypatch):
+    """The calls of `_compiled_draw`, which computes nothing either."""
+    calls = []
+
+    def draw(weights, window, length, cache, start, count, key, sampling, *, graph, recomputes):
+        calls.append({"start": start, "sampling": sampling, "recomputes": recomputes})
+        return window, length, cache, np.zeros((len(window), TOKENS_PER_CALL), np.int32), True
+
+    monkeypatch.setattr(decoding, "_compiled_draw", draw)
+    return calls
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """The calls of `_prefill`, which computes nothing."""
+    calls = []
+
+    def prefill(weights, window, length, *, graph, width, capacity):
+        calls.append({"width": width, "capacity": capacity})
+        return window, length, None
+
+    monkeypatch.setattr(decoding, "_prefill", prefill)
+    return calls
+
+
+def test_each_sampling_parameter_is_passed_on(model, draws):
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125}
+    generate(model, PROMPT, 1, key=KEY, **options)
+    assert vars(draws[0]["sampling"]) == options
+    generate(model, PROMPT, 1, key=KEY)
+    assert draws[1]["sampling"] == Sampling()

@@ -9,7 +9,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jgpt import BigramLM, BPETokenizer, ByteTokenizer, CharTokenizer, generate_text
-from jgpt.generation.decoding import TOKENS_PER_CALL
 from jgpt.generation.text import _Detokenizer, _texts, stream_text
 
 KEY = jax.random.key(3)
@@ -54,15 +53,6 @@ def cut(data, size):
 def cut_tokens(tokens: list[int], size: int) -> list[np.ndarray]:
     starts = range(0, len(tokens), size)
     return [np.array(tokens[start : start + size], np.int32) for start in starts]
-
-
-def test_characters_are_streamed_as_soon_as_they_are_whole():
-    one_byte_each = cut("né🙂".encode(), 1)
-    half_a_character = [np.array([0xF0, 0x9F])]
-
-    assert list(decoded(one_byte_each)) == ["n", "é", "🙂"]
-    assert list(decoded(half_a_character)) == ["\ufffd"]
-    assert list(decoded([])) == []
 
 
 @given(
@@ -140,16 +130,6 @@ def test_each_text_ends_at_a_stop_string_of_its_own(model, prompts, count, stop,
     found = generate_text(model, LETTERS, prompts, count, key=KEY, stop=stop)
 
     assert found == texts
-
-
-def test_drawing_ends_with_the_last_text(model):
-    two_calls = 2 * TOKENS_PER_CALL
-
-    stopped = list(stream_text(model, LETTERS, ("a", "d"), 10_000, key=KEY, stop=("e",)))
-    complete = list(stream_text(model, LETTERS, ("a",), two_calls, key=KEY))
-
-    assert len(stopped) == 1
-    assert len(complete) == 3  # and what was held back
 
 
 def test_a_stream_says_what_the_whole_says(model):

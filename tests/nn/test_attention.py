@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head, ModelConfig, attend, attention_weights, causal_mask
+from jgpt import Head, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
-from jgpt.nn.attention import apply_rotary, merge_heads, split_heads
 from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
@@ -20,17 +19,6 @@ CONTEXT = 7
 EMBED_DIM = 12
 NUM_HEADS = 3
 X = normal(1, BATCH, TIME, EMBED_DIM)
-
-
-def test_heads_of_integers_by_hand():
-    """As one writes them to see what goes where."""
-    features = jnp.arange(24).reshape(1, 4, 6)  # batch time features
-
-    heads = split_heads(features, 3)
-
-    assert heads[0, 1].tolist() == [[2, 3], [8, 9], [14, 15], [20, 21]]
-    assert merge_heads(heads).tolist() == features.tolist()
-    assert repeat_heads(heads, 6)[0, 3].tolist() == heads[0, 1].tolist()
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
@@ -268,23 +256,6 @@ def test_a_module_fuses_what_can_be_fused(monkeypatch):
     module.dropout = 0.0  # a key alone drops nothing
     trace_training()
     assert len(calls) == 3
-
-
-def test_turning_is_as_narrow_as_what_it_turns():
-    x = normal(0, TIME, 6, dtype=jnp.bfloat16)
-    position = jnp.arange(1000, 1000 + TIME)  # far away, where features have turned far
-
-    def with_default_base(x, position):
-        return apply_rotary(x, position, base=ModelConfig.rotary_base)
-
-    turned = compiled(apply_rotary, x, position)
-    turned_by_default_base = compiled(with_default_base, x, position)
-    wide = compiled(apply_rotary, x.astype(jnp.float32), position)
-
-    assert turned.dtype == jnp.bfloat16
-    assert np.array_equal(turned, turned_by_default_base)
-    # the angles are not narrow: 1001 and 1002 are one number in bfloat16
-    np.testing.assert_allclose(np.float32(turned), wide, atol=0.05)
 
 
 # --- windows -------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt.nn.attention import attend
-from jgpt.nn.kernels import attend_windowed
 from jgpt.nn.layers import apply_dropout
 from tests.models import compiled, normal, random_gpt
 
@@ -48,13 +46,6 @@ def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     kept_share = (y > 0).mean()
     assert abs(kept_share - (1 - RATE)) < 4 * deviation
     assert abs(y.mean() - 2.0) < 4 * deviation_of_mean
-
-
-def test_without_a_key_or_a_rate_the_array_itself_is_returned():
-    x = jnp.full((2, 5), 2.0)
-
-    assert apply_dropout(x, RATE, None) is x
-    assert apply_dropout(x, 0.0, jax.random.key(0)) is x
 
 
 def test_nothing_is_dropped_half():
@@ -193,29 +184,6 @@ def test_training_drops_the_n_grams_of_whole_positions():
     np.testing.assert_allclose(again, ratio, atol=1e-6)
     other_is_kept = kept_ratio(4) > 0.5
     assert not np.array_equal(other_is_kept, is_kept)
-
-
-def test_attention_drops_nothing_unless_it_is_asked_to():
-    """A key alone is no rate: the default rate is zero."""
-    query = normal(0, 2, 7, 6)
-    key = normal(1, 2, 7, 6)
-    value = normal(2, 2, 7, 6)
-
-    def attended(query, key, value, dropout_key):
-        mask = jgpt.causal_mask(7, 3)
-        return {
-            "plain": attend(query, key, value),
-            "plain with a key": attend(query, key, value, dropout_key=dropout_key),
-            "windowed": attend_windowed(query, key, value, mask, 3),
-            "windowed with a key": attend_windowed(
-                query, key, value, mask, 3, dropout_key=dropout_key
-            ),
-        }
-
-    found = compiled(attended, query, key, value, jax.random.key(3))
-
-    assert jnp.array_equal(found["plain with a key"], found["plain"])
-    assert jnp.array_equal(found["windowed with a key"], found["windowed"])
 
 
 def test_each_place_drops_for_itself():

@@ -45,18 +45,6 @@ def test_rows_are_quantised_by_hand():
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 
-def test_narrow_numbers_are_quantised_in_float32():
-    narrow = normal(3, 3, 29, dtype=jnp.bfloat16)
-
-    rows, scale = quantise(narrow)
-    expected_rows, expected_scale = quantise(narrow.astype("float32"))
-
-    assert rows.dtype == expected_rows.dtype
-    assert scale.dtype == expected_scale.dtype
-    assert (rows == expected_rows).all()
-    assert (scale == expected_scale).all()
-
-
 @pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):

@@ -12,25 +12,6 @@ from jgpt.nn.products import project, project_to_vocabulary
 from tests.models import equations
 
 
-def test_a_wide_projection_has_a_derivative_forward_too():
-    """Only a narrow one has a gradient of its own, which JAX can't turn around."""
-    kernel = jnp.array([[2.0], [5.0]])
-    x = jnp.ones((1, 2))
-    along = jnp.array([[3.0, 1.0]])
-
-    def wide(x):
-        return project(x, kernel, "float32")
-
-    def narrow(x):
-        return project(x, kernel, "bfloat16")
-
-    _, slope = jax.jvp(wide, (x,), (along,))
-
-    assert slope.tolist() == [[11]]
-    with pytest.raises(TypeError, match="jvp"):
-        jax.jvp(narrow, (x,), (along,))
-
-
 @pytest.mark.parametrize(
     ("rows", "features", "multiplied"),
     [

@@ -104,23 +104,6 @@ def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
     np.testing.assert_allclose(results["chunked losses"], results["losses"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("function", [cross_entropy_from, token_losses_from])
-def test_what_fits_is_not_cut_into_chunks(function):
-    x, targets, kernel, _ = features()
-    positions = BATCH * TIME
-
-    def loops(at_once):
-        def loss(x):
-            return function(x, targets, lambda x: x @ kernel, at_once)
-
-        program = jax.make_jaxpr(loss)(x)
-        return "scan[" in str(program)
-
-    assert loops(positions - 1) is True
-    assert loops(positions) is False
-    assert loops(positions + 1) is False
-
-
 def test_in_chunks_the_logits_are_never_held_together():
     """Features and logits of sizes that tell them apart in the compiler's sum."""
     x, targets, kernel, _ = features(time=64, embed_dim=8, vocab=4096, batch=4)
@@ -168,23 +151,6 @@ def test_a_token_outside_the_vocabulary_is_rejected_with_its_place(family, token
 
     first_and_last = jnp.array([[0, TOKENS - 1]])
     require_in_vocabulary(first_and_last, TOKENS)
-
-
-def test_the_place_of_a_target_follows_its_axes_and_no_targets_have_no_mean():
-    three_axes = np.zeros((2, 3, 4), int)
-    three_axes[1, 2, 3] = 9
-    cases = [
-        (np.array(9), "target 9 at position 0 is outside"),
-        (np.array([2, 9]), "target 9 at position 1 is outside"),
-        (three_axes, "target 9 at batch index 1, batch index 2, position 3 is outside"),
-        (np.zeros(0, int), "there are no targets"),
-        (np.zeros((2, 0), int), "there are no targets"),
-    ]
-
-    for targets, message in cases:
-        logits = jnp.zeros((*targets.shape, 9))
-        with pytest.raises(ValueError, match=message):
-            cross_entropy(logits, jnp.asarray(targets))
 
 
 def test_compiled_embedding_and_loss_treat_it_alike():

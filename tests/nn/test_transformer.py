@@ -95,23 +95,6 @@ def test_zero_initialised_is_what_writes_into_the_residual_stream(tie_embeddings
     assert zero == expected
 
 
-def test_parameters_differ_from_each_other_and_from_another_seed_s():
-    model = GPT(config_of("nanogpt"), rngs=nnx.Rngs(0))
-    other_seed = GPT(config_of("nanogpt"), rngs=nnx.Rngs(1))
-    first, second = model.blocks
-
-    kernels = [
-        first.attention.query,
-        first.attention.key,
-        first.attention.projection,
-        second.attention.query,
-        other_seed.blocks[0].attention.query,
-    ]
-
-    different = {np.asarray(linear.kernel[...]).tobytes() for linear in kernels}
-    assert len(different) == 5
-
-
 @pytest.mark.parametrize("family", ["nanogpt", "modern"])
 def test_longer_inputs_than_the_block_are_rejected(family):
     model = random_gpt(family)
@@ -167,14 +150,6 @@ def test_a_scan_decodes_as_a_loop_does():
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
-def test_a_scan_needs_blocks_that_are_alike():
-    model = random_gpt("gpt2", scan_layers=True)
-    model.blocks[1].attention.causal = False
-
-    with pytest.raises(ValueError, match="needs blocks that differ only in their weights"):
-        jax.eval_shape(model, tokens_of(1))
-
-
 @pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("family", ["lecture", "modern"])
 def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, between):
@@ -206,19 +181,6 @@ def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, betwe
     # the same parameters, and bfloat16 has 8 bits: a few hundredths of the spread of the logits
     tolerance = 0.03 * float(jnp.std(expected))
     np.testing.assert_allclose(np.float32(found), expected, atol=tolerance)
-
-
-def test_narrow_parameters_still_give_wide_norms_and_losses():
-    model = random_gpt("gpt2", dtype="bfloat16", param_dtype="bfloat16")
-
-    def parts(tokens):
-        x = model.embed(tokens)
-        return x, model.final_norm(x), model.blocks[0](x)
-
-    for leaf in jax.tree.leaves(nnx.state(model)):
-        assert leaf.dtype == jnp.bfloat16
-    for part in jax.eval_shape(parts, tokens_of(1)):
-        assert part.dtype == jnp.float32
 
 
 def test_a_bigram_s_rows_are_the_logits():
@@ -307,7 +269,7 @@ def test_a_cache_of_learned_positions_ends_with_the_block():
 @pytest.mark.parametrize("family", ["nanogpt", "modern"])
 @pytest.mark.parametrize(
     ("capacity", "cached", "time"),
-    [(7, 5, 3), (7, 7, 1), (7, 7, 5), (BLOCK_SIZE, 9, 3), (13, BLOCK_SIZE, 1)],
+    [(7, 5, 3), (7, 7, 1), (13, BLOCK_SIZE, 1)],
 )
 def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached, time):
     """They would replace keys that are still read. The refused call leaves the cache as it was."""
@@ -337,3 +299,28 @@ def test_heads_over_a_full_cache_take_one_position_at_a_time():
     cache.append(keys[:, :, 5:], keys[:, :, 5:])
 
     np.testing.assert_array_equal(cache.keys[:, 0], keys[:, :, 5].reshape(6, 7))
+
+
+def test_a_scan_needs_blocks_that_are_alike():
+    model = random_gpt("gpt2", scan_layers=True)
+    model.blocks[1].attention.causal = False
+
+    with pytest.raises(ValueError, match="needs blocks that differ only in their weights"):
+        jax.eval_shape(model, tokens_of(1))
+
+
+def test_parameters_differ_from_each_other_and_from_another_seed_s():
+    model = GPT(config_of("nanogpt"), rngs=nnx.Rngs(0))
+    other_seed = GPT(config_of("nanogpt"), rngs=nnx.Rngs(1))
+    first, second = model.blocks
+
+    kernels = [
+        first.attention.query,
+        first.attention.key,
+        first.attention.projection,
+        second.attention.query,
+        other_seed.blocks[0].attention.query,
+    ]
+
+    different = {np.asarray(linear.kernel[...]).tobytes() for linear in kernels}
+    assert len(different) == 5
