@@ -108,12 +108,6 @@ def read_back(directory) -> Any:
     return model.eval()
 
 
-@pytest.fixture
-def directory(tmp_path):
-    random_model("qwen3").save_pretrained(tmp_path / "theirs")
-    return tmp_path / "theirs"
-
-
 def change(directory, **fields):
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -212,7 +206,7 @@ def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gpt2", "float16"), ("gpt2", "float64"), ("gpt2", "bfloat16"), ("qwen3, tied", "bfloat16")],
+    [("gpt2", "float16"), ("qwen3, tied", "bfloat16")],
 )
 def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path):
     reference = random_model(name).to(getattr(torch, dtype))
@@ -352,22 +346,6 @@ def test_the_bias_of_the_lectures_head_goes_out_in_the_last_norm(tmp_path):
     model.head.bias.set_value(0 * model.head.bias.get_value())
     without = jax.nn.log_softmax(model(jnp.asarray(tokens)))
     assert np.abs(found - without).max() > 0.1
-
-
-def test_a_base_where_older_configs_have_it(directory):
-    config = json.loads((directory / "config.json").read_text())
-    del config["rope_parameters"]
-    (directory / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    assert_same_logits(jgpt.load_hf(directory), random_model("qwen3"))
-
-
-@pytest.mark.slow
-def test_a_shorter_context_is_the_same_function(directory):
-    model = jgpt.load_hf(directory)
-    shorter = jgpt.load_hf(directory, block_size=5)
-    assert (model.block_size, shorter.block_size) == (11, 5)
-    tokens = jnp.arange(10).reshape(2, 5)
-    np.testing.assert_array_equal(shorter(tokens), model(tokens))
 
 
 ODD = "naïve — “日本語” 😀\n\t\u0301 \u00a0 ﬁ Ⅷ\u200b  don't ÿ , . <|endoftext|>"
