@@ -1,7 +1,4 @@
-"""Small models of our own in the manner of public ones are traced and proven.
-
-They are a model of functions and dataclasses, as Marin's grug, and a GPT of Equinox, whose modules
-take one sequence or one token.
+"""A small model of functions and dataclasses, in the manner of Marin's grug, is proven.
 
 PYTEST_DONT_REWRITE: an `assert` that pytest has rewritten asks a size for its text.
 """
@@ -9,9 +6,8 @@ PYTEST_DONT_REWRITE: an `assert` that pytest has rewritten asks a size for its t
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,11 +16,8 @@ from jaxtyping import Array, Float, Int
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 
-VOCAB, BLOCK = 11, 8
+VOCAB = 11
 EMBED, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 24, 6, 3, 4, 10
-
-
-# --- functions of dataclasses --------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -138,144 +131,22 @@ def attend_with_heads_before_time(
     return jnp.einsum("bhqk,bkhd->bhqd", scores, jnp.repeat(value, repeats, axis=2))
 
 
-# --- modules of Equinox --------------------------------------------------------------------------
-
-
-class EquinoxAttention(eqx.Module):
-    projections: eqx.nn.Linear
-    out: eqx.nn.Linear
-    embed_dim: int = eqx.field(static=True)
-    num_heads: int = eqx.field(static=True)
-
-    @typed
-    def attend(
-        self,
-        query: Float[Array, "time head_dim"],
-        key: Float[Array, "time head_dim"],
-        value: Float[Array, "time head_dim"],
-    ) -> Float[Array, "time head_dim"]:
-        scores = query @ key.T / jnp.sqrt(key.shape[-1])
-        causal = jnp.tril(jnp.ones(scores.shape, bool))
-        return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1) @ value
-
-    @typed
-    def of_heads(
-        self, heads: Float[Array, "3 time {self.num_heads} head_dim"]
-    ) -> Float[Array, "time {self.num_heads} head_dim"]:
-        query, key, value = heads
-        return jax.vmap(self.attend, in_axes=1, out_axes=1)(query, key, value)
-
-    @typed
-    def __call__(
-        self, x: Float[Array, "time {self.embed_dim}"]
-    ) -> Float[Array, "time {self.embed_dim}"]:
-        projected = jax.vmap(self.projections)(x)
-        heads = projected.reshape(x.shape[0], 3, self.num_heads, -1).swapaxes(0, 1)
-        return jax.vmap(self.out)(self.of_heads(heads).reshape(x.shape))
-
-
-class EquinoxBlock(eqx.Module):
-    norm: eqx.nn.LayerNorm
-    attention: EquinoxAttention
-    mlp: eqx.nn.MLP
-    embed_dim: int = eqx.field(static=True)
-
-    @typed
-    def __call__(
-        self, x: Float[Array, "time {self.embed_dim}"]
-    ) -> Float[Array, "time {self.embed_dim}"]:
-        x = x + self.attention(jax.vmap(self.norm)(x))
-        return x + jax.vmap(self.mlp)(x)
-
-
-class EquinoxGPT(eqx.Module):
-    tokens: eqx.nn.Embedding
-    positions: eqx.nn.Embedding
-    block: EquinoxBlock
-    head: eqx.nn.Linear
-    vocab_size: int = eqx.field(static=True)
-    block_size: int = eqx.field(static=True)
-
-    @typed
-    def __call__(self, tokens: Int[Array, " time"]) -> Float[Array, "time {self.vocab_size}"]:
-        if tokens.shape[0] > self.block_size:
-            raise ValueError(f"{tokens.shape[0]} tokens are more than {self.block_size}")
-        x = jax.vmap(self.tokens)(tokens) + self.positions.weight[: tokens.shape[0]]
-        return jax.vmap(self.head)(self.block(x))
-
-
-def equinox() -> Callable[..., Any]:
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-    attention = EquinoxAttention(
-        eqx.nn.Linear(EMBED, 3 * EMBED, key=next(keys)),
-        eqx.nn.Linear(EMBED, EMBED, key=next(keys)),
-        EMBED,
-        HEADS,
-    )
-    mlp = eqx.nn.MLP(EMBED, EMBED, HIDDEN, depth=1, key=next(keys))
-    model = EquinoxGPT(
-        eqx.nn.Embedding(VOCAB, EMBED, key=next(keys)),
-        eqx.nn.Embedding(BLOCK, EMBED, key=next(keys)),
-        EquinoxBlock(eqx.nn.LayerNorm(EMBED), attention, mlp, EMBED),
-        eqx.nn.Linear(EMBED, VOCAB, key=next(keys)),
-        VOCAB,
-        BLOCK,
-    )
-    return jax.vmap(model)
-
-
-@typed
-def of_heads_with_heads_first(
-    self: EquinoxAttention, heads: Float[Array, "3 time {self.num_heads} head_dim"]
-) -> Float[Array, "time {self.num_heads} head_dim"]:
-    query, key, value = heads
-    return jax.vmap(self.attend, in_axes=1)(query, key, value)
-
-
-# --- tests ---------------------------------------------------------------------------------------
-
-
-class Model(NamedTuple):
-    """A model, the cases of its proof, and wrong parts, each with its place."""
-
-    make: Callable[[], Callable[..., Any]]
-    cases: list[tuple[tuple[str, ...], str]]
-    mistakes: list[tuple[Any, str, Callable[..., Any]]]
-
-
 MODULE = sys.modules[__name__]
-MODELS = {
-    "functional": Model(
-        functional,
-        [((), "proven")],
-        [
-            (MODULE, "rotate_both", rotate_both_as_one),
-            (MODULE, "attend", attend_with_heads_before_time),
-        ],
-    ),
-    "equinox": Model(
-        equinox,
-        [(("t <= 8",), "proven"), (("t >= 9",), "rejected")],
-        [(EquinoxAttention, "of_heads", of_heads_with_heads_first)],
-    ),
-}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_proven_for_any_batch_and_length(name: str):
-    proof = prove(MODELS[name].make(), "int32[b t]")
+def test_a_model_is_proven_for_any_batch_and_length():
+    proof = prove(functional(), "int32[b t]")
 
-    assert [(case.where, case.verdict) for case in proof.cases] == MODELS[name].cases
-    assert proof
+    assert [(case.where, case.verdict) for case in proof.cases] == [((), "proven")]
 
 
-MISTAKES = [(name, *mistake) for name, model in MODELS.items() for mistake in model.mistakes]
-
-
-@pytest.mark.parametrize(("name", "owner", "part", "wrong"), MISTAKES)
-def test_a_model_with_a_mistake_is_violated(name, owner, part, wrong, monkeypatch):
-    monkeypatch.setattr(owner, part, wrong)
-    proof = prove(MODELS[name].make(), "int32[b t]")
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [("rotate_both", rotate_both_as_one), ("attend", attend_with_heads_before_time)],
+)
+def test_a_model_with_a_mistake_is_violated(part, wrong, monkeypatch):
+    monkeypatch.setattr(MODULE, part, wrong)
+    proof = prove(functional(), "int32[b t]")
 
     assert not proof
     assert proof.cases[0].verdict == "violated"
