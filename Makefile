@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(
 DOCS_TESTS := tests/test_documents.py tests/test_figures.py tests/test_gpu_benchmark.py \
 	tests/test_notebooks.py tests/test_one_page_gpt.py tests/test_parts.py tests/test_site.py
 
-.PHONY: train test without-parity test-docs test-times test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
+.PHONY: train test without-parity test-docs test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -44,15 +44,10 @@ test: $(TESTED)
 test-docs: $(TESTED)
 	@$(PYTEST) -q -m "not slow" $(DOCS_TESTS)
 
-# where the time of `make test` goes when nothing is compiled yet, as a table
-test-times: $(TESTED)
-	JAX_COMPILATION_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q -m "not slow" $(addprefix --ignore=,$(DOCS_TESTS)) --junitxml=$(VENV)/times.xml
-	$(BIN)/python tests/slowest.py $(VENV)/times.xml
-
 test-all: test-here test-ahead
 
 test-here: $(TESTED)
-	HYPOTHESIS_PROFILE=all $(PYTEST) --durations=20
+	$(PYTEST) --durations=20
 
 # compilers for TPUs and GPUs have an environment of their own: where they are, JAX looks for the hardware
 test-ahead: $(AHEAD)/installed

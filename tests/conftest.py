@@ -84,9 +84,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
-hypothesis.settings.register_profile("all", deadline=None, max_examples=200, derandomize=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+hypothesis.settings.register_profile("jgpt", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.load_profile("jgpt")
 
 
 @pytest.fixture(autouse=True, scope="module")
