@@ -38,20 +38,6 @@ def test_the_lengths_that_are_proven_are_told_and_no_others() -> None:
     assert refusing == "proven for t = 1 to 5; it refuses t = 6: 6 is more than 5"
 
 
-def test_a_function_of_one_length_is_asked_at_that_length() -> None:
-    def of_three(x: Array, right: bool) -> Array:
-        y = x.reshape(2, 3, 4) if right else x.reshape(2, 4, 3).mT
-        return jnp.cumsum(y, 1)
-
-    def asked(right: bool) -> Any:
-        return jgpt.prove(
-            lambda x: of_three(x, right), "float32[b t 4]", causal="t", sizes={"t": 3}
-        )
-
-    assert str(asked(True)).startswith("proven for t = 3\n")
-    assert str(asked(False)).startswith("not proven: output 0 can depend on input 1\n")
-
-
 def test_a_way_goes_from_the_output_to_the_input() -> None:
     def program(x: Array) -> Array:
         early = x[:, ::-1]
@@ -68,27 +54,6 @@ def test_a_way_goes_from_the_output_to_the_input() -> None:
     names = [way.split("[")[0].strip() for way in ways]
     assert names == ["add", "exp", "rev", "input at"]
     assert ways[-1].strip() == "input at [0,4,0]"
-
-
-def test_the_path_of_reads_is_that_of_its_element() -> None:
-    def program(x: Array) -> Array:
-        summed = jnp.cumsum(x)
-        return summed * 2
-
-    found = reads(program, jax.ShapeDtypeStruct((5,), jnp.float32), of={0: ("t",)})
-
-    way = found.path((3,), "t", 0)
-
-    assert [line.split("[")[0].strip() for line in way.splitlines()] == [
-        "mul",
-        "cumsum",
-        "input at",
-    ]
-    assert way.endswith("input at [0]")
-    with pytest.raises(ValueError, match="position 4 is neither the first nor the last"):
-        found.path((3,), "t", 4)
-    with pytest.raises(ValueError, match="no input has an axis 'b': there are t"):
-        found.last("b")
 
 
 def test_what_is_known_and_assumed_is_told() -> None:
