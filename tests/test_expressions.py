@@ -1,12 +1,8 @@
 """Sizes are named by the one expression that fits them at all points, or not at all."""
 
-import jax
 import pytest
 
 from jgpt.shapes.expressions import LEAST_POINTS, fitting_expressions, name_sizes
-from jgpt.shapes.source import annotated_source
-from jgpt.training.programs import sizes_to_trace
-from tests.test_source import shown
 
 SYMBOLS = {"b": (3, 4, 5, 9), "t": (1023, 1024, 513, 1022)}
 
@@ -65,29 +61,3 @@ def test_sizes_in_texts_have_names_and_other_words_are_other_parts():
 
     trees = ([f"{t / 100} of {t}"] for t in symbols["t"])
     assert name_sizes(trees, symbols) == (["1.01 of 101"], [1])
-
-
-@pytest.mark.parametrize("block_size", range(2, 10))
-def test_small_block_sizes_have_the_right_names(block_size):
-    symbols = sizes_to_trace(block_size)
-    trees = []
-    for b, t in zip(*symbols.values(), strict=True):
-        trees.append([b, t, t + 1, b * t])
-    assert name_sizes(trees, symbols).tree == ["b", "t", "t+1", "b*t"]
-
-
-def test_the_lines_of_a_function_have_expressions():
-    def parts(x):
-        twice = jax.numpy.concatenate([x, x], axis=1)
-        half = x[:, : x.shape[1] // 2]
-        rest = x[:, 1:]
-        flat = x.reshape(-1)
-        return twice, half, rest, flat
-
-    lines = shown(annotated_source(parts, "float32[b t 8]"))["parts"]
-    assert [line.rpartition(" | ")[2] for line in lines[1:5]] == [
-        "twice: float32[b 2*t 8]",
-        "half: float32[b t//2 8]",
-        "rest: float32[b t-1 8]",
-        "flat: float32[8*b*t]",
-    ]

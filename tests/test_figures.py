@@ -75,29 +75,6 @@ def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
     assert "2.5 (2.5 to 2.5)" in capsys.readouterr().out
 
 
-def test_a_variant_that_fails_is_said_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "provenance", dict)
-    fails = [sys.executable, "-c", "raise ValueError('no such thing')"]
-    works = [sys.executable, "-c", "print('{\"found\": 2.5}')"]
-    bad = runner.Variant("bad", fails)
-    good = runner.Variant("good", works)
-
-    with pytest.raises(SystemExit, match="failed: bad"):
-        runner.compare("some", [bad, good], runner.Rounds(rounds=2, results=tmp_path))
-    record = json.loads((tmp_path / "some.json").read_text())
-    assert record["figures"].keys() == {"the processor", "good"}
-    assert record["figures"]["good"]["found"] == [2.5, 2.5]
-    # once, though there are two rounds
-    said = capsys.readouterr().err
-    assert said.count("bad ended with 1:") == 1
-    assert said.count("ValueError: no such thing") == 1
-
-    # where nothing was measured, there is no record
-    with pytest.raises(SystemExit, match="failed: bad"):
-        runner.compare("none", [bad], runner.Rounds(rounds=1, results=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]
-
-
 def shakespeare_best(found: dict[str, Any]) -> str:
     mean = found["mean"]
     deviation = found["standard_deviation"]

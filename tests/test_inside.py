@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,6 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
-from jgpt.cli import runs
-from jgpt.cli.commands.shapes import shapes as draw_shapes
-from jgpt.config import ModelConfig
-from jgpt.nn.attention import split_heads
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.expressions import name_sizes
 from tests.commands import refused, worked
@@ -321,27 +316,6 @@ def test_what_a_watch_calls_is_not_heard():
     np.testing.assert_allclose(found, 2 * model(TOKENS), rtol=1e-6)
 
 
-def test_other_threads_are_not_heard():
-    calls: list[TypedCall] = []
-    thread = threading.Thread(target=jgpt.causal_mask, args=(3,))
-
-    with jgpt.watching(calls.append):
-        thread.start()
-        thread.join()
-
-    assert not calls
-
-
-def test_the_error_of_a_watch_goes_through_as_it_is():
-    def fail(call):
-        raise KeyError("mine")
-
-    with jgpt.watching(fail), pytest.raises(KeyError, match=r"^'mine'$"):
-        jgpt.causal_mask(3)
-
-    assert jgpt.causal_mask(1).all()  # no watch is left
-
-
 @pytest.mark.parametrize("changes", [{}, {"remat": True}, {"scan_layers": True}])
 def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
     model = model_of(**changes)
@@ -410,23 +384,6 @@ def test_results_are_captured_and_edited_as_by_hand(family, changes):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
         # the edit is seen
         assert np.abs(found - expected_results["logits"]).max() > 1e-3
-
-
-def test_further_calls_of_a_path_are_numbered():
-    model = model_of()
-    block = model.blocks[0]
-
-    found = jgpt.capture(model, "blocks.0.attention.split_heads", "GPT")(TOKENS)
-
-    assert list(found) == [
-        "blocks.0.attention.split_heads",
-        "blocks.0.attention.split_heads[1]",
-        "blocks.0.attention.split_heads[2]",
-        "GPT",  # the model itself
-    ]
-    x = block.attention_norm(model.embed(TOKENS))
-    value = split_heads(block.attention.value(x), block.attention.num_heads)
-    np.testing.assert_array_equal(found["blocks.0.attention.split_heads[2]"], value)
 
 
 def test_a_patch_of_another_prompt_under_jit_and_grad():

@@ -275,28 +275,6 @@ def test_a_solution_is_kept_and_a_new_edition_is_written_beside_it(lessons, caps
     assert not beside.exists()
 
 
-def test_an_unchanged_notebook_is_replaced_by_the_new_edition(lessons):
-    student = lessons.parent / "student"
-    write_editions(lessons, lessons.parent)
-    notebook = nbformat.read(student / "lesson.ipynb", as_version=4)
-    notebook.metadata["language_info"] = {"name": "python"}  # as Jupyter adds when it opens one
-    nbformat.write(notebook, student / "lesson.ipynb")
-    revise(lessons)
-    write_editions(lessons, lessons.parent)
-
-    assert "A new title" in (student / "lesson.ipynb").read_text()
-    assert (student / "pictures.py").read_text().endswith("\nsecond = 2\n")
-    assert sorted(path.name for path in student.iterdir()) == [
-        "checks.py",
-        "circuits.py",
-        "experiments.py",
-        "lesson.ipynb",
-        "parts.py",
-        "pictures.py",
-        "rungs.py",
-    ]
-
-
 @pytest.mark.parametrize("text", ["{}", "not a notebook", '{"cells": []}'])
 def test_a_file_that_is_no_written_notebook_is_kept(lessons, text):
     mine = lessons.parent / "student" / "lesson.ipynb"

@@ -3,7 +3,6 @@
 import json
 import linecache
 import sys
-import threading
 from typing import Any
 
 import equinox
@@ -156,49 +155,6 @@ def test_recursion_and_generators():
     assert shown(source)["down"][-1] == "return down(x[1:]) | return: float32[1 2]"
 
 
-def repeated(x: Any) -> Any:
-    for part in (x, x[0]):
-        y = part
-    while x.shape[1] < 9:
-        x = jnp.concatenate(
-            [x, x],
-            axis=1,
-        )
-    with jax.named_scope("a"):
-        for row in rows_of(x):
-            y = row
-    return y
-
-
-def rows_of(x: Any) -> Any:
-    for row in (x[0], x[1]):
-        part = row + 1
-        yield part
-
-
-def test_a_line_is_counted_once_for_each_time_that_it_sets_a_name():
-    source = annotated_source(repeated, "float32[b 3]")
-
-    found = {}
-    for function in source.functions:
-        for line in function.lines:
-            if line.values:
-                found[line.text.strip()] = [(str(value), value.times) for value in line.values]
-    assert found == {
-        "def repeated(x: Any) -> Any:": [("x: float32[b 3]", 1)],
-        "for part in (x, x[0]):": [("part: float32[b 3]", 1), ("part: float32[3]", 1)],
-        "y = part": [("y: float32[b 3]", 1), ("y: float32[3]", 1)],
-        "x = jnp.concatenate(": [("x: float32[b 6]", 1), ("x: float32[b 12]", 1)],
-        "for row in rows_of(x):": [("row: float32[12]", 2)],
-        "y = row": [("y: float32[12]", 2)],
-        "return y": [("return: float32[12]", 1)],
-        "def rows_of(x: Any) -> Any:": [("x: float32[b 12]", 1)],
-        "for row in (x[0], x[1]):": [("row: float32[12]", 2)],
-        "part = row + 1": [("part: float32[12]", 2)],
-        "yield part": [("return: float32[12]", 2)],
-    }
-
-
 # --- failures ------------------------------------------------------------------------------------
 
 
@@ -276,24 +232,6 @@ def test_a_rejected_argument_and_a_rejected_result_of_a_typed_function():
     assert source.functions[-1] == failing
 
 
-def test_what_traces_the_thread_stays_and_is_named():
-    heard = []
-
-    def other(*arguments):
-        heard.append(arguments[1])
-
-    before = sys.gettrace()
-    sys.settrace(other)
-    try:
-        with pytest.raises(RuntimeError, match="a debugger or coverage traces this thread"):
-            annotated_source(mixed, "float32[b t 8]", "float32[8 5]")
-        assert sys.gettrace() is other
-    finally:
-        sys.settrace(before)
-    annotated_source(wrong, "float32[b t 8]", "float32[7 5]")
-    assert sys.gettrace() is before
-
-
 @pytest.mark.parametrize(
     ("function", "array", "message"),
     [
@@ -326,19 +264,6 @@ def test_code_of_a_notebook_has_lines_and_code_without_source_none():
     linecache.cache[in_jupyter] = (len(text), None, lines, in_jupyter)
     source = annotated_source(names["cell"], "float32[b]")
     assert str(source).startswith("cell: cell\n")
-
-
-def test_another_thread_is_left_alone():
-    found: list[Any] = []
-
-    def work():
-        found.append(annotated_source(wrong, "float32[b t 8]", "float32[8 5]").error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert annotated_source(wrong, "float32[b t 8]", "float32[8 5]").error is None
-    thread.join()
-    assert found == [None]
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jgpt
 from jgpt.generation.decoding import generate
-from jgpt.page import html as page_module
 from jgpt.page import model, numbers
 from jgpt.page.html import model_page
 from jgpt.page.numbers import Look
-from jgpt.page.weights import pack_weights
 from tests.browser import CHROMIUM, Page, shared_browser
-from tests.models import random_gpt
 from tests.page.records import Changes, record_of
 from tests.page.test_model import assert_same_record
 from tests.page.test_program import TOKENIZER, look_of
@@ -161,41 +156,6 @@ def test_the_policy_of_a_page_lets_its_worker_run_webassembly(default_page, tmp_
     strict = default_page.replace("'wasm-unsafe-eval'", "")
     with opened(tmp_path / "strict.html", strict) as page:
         assert not page.run(RUNS_WEBASSEMBLY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_a_page_of_rounded_weights_says_how_far_they_are_from_the_model_s(
-    precision, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("jgpt.page.weights.FEWEST_QUANTISED", 1)
-    look = look_of("default preset")
-    most_half_bytes = 10 if precision == "int8" else 1_000_000
-    monkeypatch.setattr(
-        page_module,
-        "pack_weights",
-        lambda weights: pack_weights(weights, 10, most_half_bytes),
-    )
-    html = page_of(look)
-    with opened(tmp_path / "page.html", html) as page:
-        closeness = said(page, "closeness")
-        found = np.ravel(json.loads(page.run(RECORD))["log_probabilities"][-1])
-        errors = page.errors
-
-    unpacked = pack_weights(look.named_weights(), 10, most_half_bytes).unpacked
-    tokens = TOKENIZER.encode(FIRST).tolist()
-    of_rounded = look.log_probabilities(tokens, look.weights_named(unpacked))
-    own = look.log_probabilities(tokens, look.weights)
-    np.testing.assert_allclose(found, of_rounded, rtol=0, atol=2e-5)
-    rounding = np.abs(np.subtract(found, own)).max() / np.abs(own).max()
-    assert f"with weights in {precision}" in closeness
-    contents = re.findall(r"<(script|style)[^>]*>(.*?)</\1>", html, re.DOTALL)
-    size = sum(len(content) for _, content in contents)
-    assert f"This file of {size / 1e6:.1f} MB" in closeness
-    to_rounded, to_own = re.findall(r"within (\S+) of", closeness)
-    assert float(to_rounded) < 1e-5 < float(to_own)
-    assert float(to_own) == pytest.approx(rounding, rel=0.5)
-    assert errors == []
 
 
 def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path):
@@ -387,39 +347,6 @@ def test_the_lens_and_its_cells_follow_a_text_that_grows_and_shrinks(default_pag
         assert above == [*text]
         assert below == [*text[1:], ""]
         assert [[visible_as(each) for each in row] for row in likeliest] == rows
-
-
-@pytest.mark.slow
-def test_the_cells_of_a_lens_are_filled_when_they_come_into_sight(tmp_path):
-    model = random_gpt("modern", vocab_size=TOKENIZER.vocab_size, block_size=128, num_layers=2)
-    html = jgpt.look(model, TOKENIZER, "ips").html
-    text = "ips/be" * 20
-    moved = f"b{text}"
-    read = """
-        new Promise(done => setTimeout(() => requestAnimationFrame(() => done([
-          lens.named[0].map(cell => cell.textContent),
-          lens.cells.at(-1).map(cell => cell.textContent),
-          data.candidates.at(-1).map(([best]) => visible(best)),
-        ])), 50))
-    """
-    with opened(tmp_path / "page.html", html) as page:
-        page.run("lens.place.style.width = '500px'")
-        page.run(f"change({{ prompt: {moved!r} }})")
-        page.run("choose({ query: 0, key: 0 })")
-        names, cells, best = page.run(read)
-        assert (names[:25], cells[:25]) == ([*moved[:25]], best[:25])
-
-        page.run("lens.place.scrollLeft = 1e6")
-        names, cells, best = page.run(read)
-        assert (names[-25:], cells[-25:]) == ([*moved[-25:]], best[-25:])
-
-        page.run(f"change({{ prompt: {text!r} }})")
-        names, cells, best = page.run(read)
-        assert names[:25] == [*moved[:25]]  # as they were, since they are out of sight
-
-        page.run("lens.place.scrollLeft = 0")
-        names, cells, best = page.run(read)
-        assert (names[:25], cells[:25]) == ([*text[:25]], best[:25])
 
 
 def visible_as(text: str) -> str:

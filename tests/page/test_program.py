@@ -30,15 +30,6 @@ def names_of(program: Any) -> list[str]:
 # --- flattening -----------------------------------------------------------------------------------
 
 
-def test_operations_that_differ_in_a_parameter_are_two():
-    def function(x):
-        return x.sum(0) + x.sum(1)
-
-    program = make_program(function, np.ones((3, 3), np.float32))
-
-    assert names_of(program) == ["reduce_sum", "reduce_sum", "add"]
-
-
 @pytest.mark.parametrize(
     ("name", "coefficients", "expected"),
     [

@@ -330,41 +330,6 @@ def test_hovering_the_map_tells_the_weight(shown):
 
 
 @needs_chromium
-def test_keys_move_what_is_chosen(shown):
-    page, data = shown
-    page.run("choose({ query: 5, key: 2 })")
-
-    page.press("ArrowRight")  # scrolls, since no picture has the focus
-    assert chosen(page) == [5, 2]
-
-    page.run("$('text').focus()")
-    page.press("ArrowRight")
-    assert chosen(page) == [6, 6]
-
-    page.run("map.canvas.focus()")
-    page.press("ArrowDown")
-    page.press("ArrowLeft")
-    assert chosen(page) == [7, 5]
-    assert tip(page) == f"“🙂” (7) → “t” (5)\nweight {weight(data, 0, 0, 7, 5)}"
-
-    page.click(*middle_of(page, "headButtons[1 * heads + 2]"))
-    page.press("ArrowUp")
-    page.press("ArrowLeft")
-    assert page.run("[chosen.layer, chosen.head]") == [0, 1]
-    assert page.run("headButtons.findIndex(each => each.checked)") == 0 * 3 + 1
-    page.press("ArrowDown")
-    page.press("ArrowDown")  # there is no third layer
-    assert page.run("[chosen.layer, chosen.head]") == [1, 1]
-    assert page.run("headButtons.findIndex(each => each.checked)") == 1 * 3 + 1
-    focused = page.run("document.activeElement.getAttribute('aria-label')")
-    assert focused == "layer 1, head 1"
-
-    page.run("lens.grid.focus()")
-    page.press("ArrowUp")
-    assert page.run("[chosen.depth, chosen.query]") == [1, 7]
-
-
-@needs_chromium
 def test_a_finger_chooses_and_is_told(shown, written):
     page, data = shown
     path, _ = written
