@@ -13,7 +13,6 @@ from jgpt.machine import (
     memory_limit,
     peak_flops,
 )
-from tests.flags import known_flags
 
 
 @pytest.mark.parametrize(
@@ -72,11 +71,3 @@ def test_memory_is_the_device_s_if_it_says_so(monkeypatch):
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which Linux says in KiB
     assert memory_in_use() == pytest.approx(resident, rel=0.1)
     assert memory_limit() is None
-
-
-def test_a_flag_that_xla_lacks_is_left_out():
-    lacking = "--xla_no_such_flag=7"
-    known = "--xla_cpu_parallel_codegen_split_count=1"
-
-    assert known_flags([lacking, known, "--xla_nor_this"]) == [known]
-    assert known_flags([known]) == [known]

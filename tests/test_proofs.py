@@ -196,8 +196,8 @@ def recorded(name: str) -> dict[str, int]:
 LIKE_OTHERS = {"nanogpt-char", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 """Presets that differ from another in numbers alone, once they have two layers."""
 WITH_TWO_LAYERS = sorted(set(PRESETS) - LIKE_OTHERS)
-LIKE_OTHERS_TO_TRAIN = {f"{name}, train steps" for name in ("lecture", "nanogpt-cpu", "modern")}
-WHOLE = [name for name in PROVEN if name not in {*DEEP, *LIKE_OTHERS_TO_TRAIN}]
+DECODED = ("modern, a token, any cache", "modern, a prompt of any length")
+WHOLE = [*PROGRAMS, *DECODED, "modern-cpu, train steps"]
 """All layers of a preset are for the record alone: two of them have all that differs."""
 
 

@@ -322,7 +322,7 @@ for path in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", pytest.param("bpe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["char", pytest.param("bpe", marks=pytest.mark.slow)])
 def test_a_longer_text_takes_no_more_memory(tmp_path, kind):
     """Beside its tokens, which are pages of a file: the system takes them back at any time."""
     block = "".join(code_like(1_000_000))
