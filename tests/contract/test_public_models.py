@@ -1,23 +1,34 @@
-"""A small model of functions and dataclasses, in the manner of Marin's grug, is proven.
+"""Small models of our own in the manner of public ones are traced and proven.
+
+They are a model of functions and dataclasses, as Marin's grug; a port of nanoGPT to Flax NNX; and
+a GPT of Equinox, whose modules take one sequence or one token.
 
 PYTEST_DONT_REWRITE: an `assert` that pytest has rewritten asks a size for its text.
 """
 
 import dataclasses
 import sys
+import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
+from jgpt.shapes.trace import shape_trace
 
-VOCAB = 11
+VOCAB, BLOCK = 11, 8
 EMBED, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 24, 6, 3, 4, 10
+TOKENS = jnp.zeros((2, 5), int)  # batch time
+
+
+# --- functions of dataclasses --------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -131,22 +142,278 @@ def attend_with_heads_before_time(
     return jnp.einsum("bhqk,bkhd->bhqd", scores, jnp.repeat(value, repeats, axis=2))
 
 
+# --- modules of Flax NNX -------------------------------------------------------------------------
+
+
+class NNXAttention(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed_dim, self.num_heads = EMBED, HEADS
+        self.projections = nnx.Linear(EMBED, 3 * EMBED, rngs=rngs)
+        self.out = nnx.Linear(EMBED, EMBED, rngs=rngs)
+
+    @typed
+    def split(
+        self, x: Float[Array, "batch time {self.embed_dim}"]
+    ) -> Float[Array, "batch {self.num_heads} time {self.embed_dim//self.num_heads}"]:
+        batch, time, _ = x.shape
+        return x.reshape(batch, time, self.num_heads, -1).transpose(0, 2, 1, 3)
+
+    @typed
+    def merge(
+        self, x: Float[Array, "batch {self.num_heads} time head_dim"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        batch, _, time, _ = x.shape
+        return x.transpose(0, 2, 1, 3).reshape(batch, time, self.embed_dim)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "batch time {self.embed_dim}"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        query, key, value = map(self.split, jnp.split(self.projections(x), 3, axis=-1))
+        scores = query @ key.transpose(0, 1, 3, 2) / jnp.sqrt(key.shape[-1])
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        return self.out(self.merge(weights @ value))
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed_dim = EMBED
+        self.attention_norm = nnx.LayerNorm(EMBED, rngs=rngs)
+        self.attention = NNXAttention(rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(EMBED, rngs=rngs)
+        self.up = nnx.Linear(EMBED, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, EMBED, rngs=rngs)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "batch time {self.embed_dim}"]
+    ) -> Float[Array, "batch time {self.embed_dim}"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class NNXGPT(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.vocab_size, self.block_size = VOCAB, BLOCK
+        self.tokens = nnx.Embed(VOCAB, EMBED, rngs=rngs)
+        self.positions = nnx.Embed(BLOCK, EMBED, rngs=rngs)
+        self.block = NNXBlock(rngs=rngs)
+        self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
+
+    @typed
+    def __call__(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time {self.vocab_size}"]:
+        time = tokens.shape[1]
+        assert time <= self.block_size, f"{time} tokens are longer than the block"
+        x = self.tokens(tokens) + self.positions(jnp.arange(time))
+        return self.tokens.attend(self.norm(self.block(x)))
+
+
+@typed
+def split_without_transpose(
+    self: NNXAttention, x: Float[Array, "batch time {self.embed_dim}"]
+) -> Float[Array, "batch {self.num_heads} time {self.embed_dim//self.num_heads}"]:
+    batch, time, _ = x.shape
+    return x.reshape(batch, time, self.num_heads, -1)
+
+
+@typed
+def merge_with_heads_as_time(
+    self: NNXAttention, x: Float[Array, "batch {self.num_heads} time head_dim"]
+) -> Float[Array, "batch time {self.embed_dim}"]:
+    batch, heads, _, _ = x.shape
+    return x.reshape(batch, heads, -1)
+
+
+# --- modules of Equinox --------------------------------------------------------------------------
+
+
+class EquinoxAttention(eqx.Module):
+    projections: eqx.nn.Linear
+    out: eqx.nn.Linear
+    embed_dim: int = eqx.field(static=True)
+    num_heads: int = eqx.field(static=True)
+
+    @typed
+    def attend(
+        self,
+        query: Float[Array, "time head_dim"],
+        key: Float[Array, "time head_dim"],
+        value: Float[Array, "time head_dim"],
+    ) -> Float[Array, "time head_dim"]:
+        scores = query @ key.T / jnp.sqrt(key.shape[-1])
+        causal = jnp.tril(jnp.ones(scores.shape, bool))
+        return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1) @ value
+
+    @typed
+    def of_heads(
+        self, heads: Float[Array, "3 time {self.num_heads} head_dim"]
+    ) -> Float[Array, "time {self.num_heads} head_dim"]:
+        query, key, value = heads
+        return jax.vmap(self.attend, in_axes=1, out_axes=1)(query, key, value)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "time {self.embed_dim}"]
+    ) -> Float[Array, "time {self.embed_dim}"]:
+        projected = jax.vmap(self.projections)(x)
+        heads = projected.reshape(x.shape[0], 3, self.num_heads, -1).swapaxes(0, 1)
+        return jax.vmap(self.out)(self.of_heads(heads).reshape(x.shape))
+
+
+class EquinoxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attention: EquinoxAttention
+    mlp: eqx.nn.MLP
+    embed_dim: int = eqx.field(static=True)
+
+    @typed
+    def __call__(
+        self, x: Float[Array, "time {self.embed_dim}"]
+    ) -> Float[Array, "time {self.embed_dim}"]:
+        x = x + self.attention(jax.vmap(self.norm)(x))
+        return x + jax.vmap(self.mlp)(x)
+
+
+class EquinoxGPT(eqx.Module):
+    tokens: eqx.nn.Embedding
+    positions: eqx.nn.Embedding
+    block: EquinoxBlock
+    head: eqx.nn.Linear
+    vocab_size: int = eqx.field(static=True)
+    block_size: int = eqx.field(static=True)
+
+    @typed
+    def __call__(self, tokens: Int[Array, " time"]) -> Float[Array, "time {self.vocab_size}"]:
+        if tokens.shape[0] > self.block_size:
+            raise ValueError(f"{tokens.shape[0]} tokens are more than {self.block_size}")
+        x = jax.vmap(self.tokens)(tokens) + self.positions.weight[: tokens.shape[0]]
+        return jax.vmap(self.head)(self.block(x))
+
+
+def equinox() -> Callable[..., Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    attention = EquinoxAttention(
+        eqx.nn.Linear(EMBED, 3 * EMBED, key=next(keys)),
+        eqx.nn.Linear(EMBED, EMBED, key=next(keys)),
+        EMBED,
+        HEADS,
+    )
+    mlp = eqx.nn.MLP(EMBED, EMBED, HIDDEN, depth=1, key=next(keys))
+    model = EquinoxGPT(
+        eqx.nn.Embedding(VOCAB, EMBED, key=next(keys)),
+        eqx.nn.Embedding(BLOCK, EMBED, key=next(keys)),
+        EquinoxBlock(eqx.nn.LayerNorm(EMBED), attention, mlp, EMBED),
+        eqx.nn.Linear(EMBED, VOCAB, key=next(keys)),
+        VOCAB,
+        BLOCK,
+    )
+    return jax.vmap(model)
+
+
+@typed
+def of_heads_with_heads_first(
+    self: EquinoxAttention, heads: Float[Array, "3 time {self.num_heads} head_dim"]
+) -> Float[Array, "time {self.num_heads} head_dim"]:
+    query, key, value = heads
+    return jax.vmap(self.attend, in_axes=1)(query, key, value)
+
+
+# --- tests ---------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """A model, its trace, the cases of its proof, and wrong parts, each with its place."""
+
+    make: Callable[[], Callable[..., Any]]
+    trace: str
+    cases: list[tuple[tuple[str, ...], str]]
+    mistakes: list[tuple[Any, str, Callable[..., Any]]]
+
+
 MODULE = sys.modules[__name__]
+UP_TO_BLOCK = [(("t <= 8",), "proven"), (("t >= 9",), "rejected")]
+MODELS = {
+    "functional": Model(
+        functional,
+        """
+        logits(tokens: int32[batch=2 time=5])
+          block          float32[batch=2 time=5 embed=24]
+            normalise    float32[batch=2 time=5 embed=24]
+            rotate_both  float32[batch=2 time=5 heads=6 head_dim=4]
+                         float32[batch=2 time=5 kv_heads=3 head_dim=4]
+              rotate     float32[batch=2 time=5 heads=6 head_dim=4]
+              rotate     float32[batch=2 time=5 heads=3 head_dim=4]
+            attend       float32[batch=2 time=5 heads=6 head_dim=4]
+            normalise    float32[batch=2 time=5 embed=24]
+          normalise      float32[batch=2 time=5 embed=24]
+        result           float32[batch=2 time=5 vocab=11]
+        """,
+        [((), "proven")],
+        [
+            (MODULE, "rotate_both", rotate_both_as_one),
+            (MODULE, "attend", attend_with_heads_before_time),
+        ],
+    ),
+    "nnx": Model(
+        lambda: NNXGPT(rngs=nnx.Rngs(0)),
+        """
+        NNXGPT(tokens: int32[batch=2 time=5])
+          block        float32[batch=2 time=5 embed_dim=24]
+            attention  float32[batch=2 time=5 embed_dim=24]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              split    float32[batch=2 num_heads=6 time=5 embed_dim//num_heads=4]
+              merge    float32[batch=2 time=5 embed_dim=24]
+        result         float32[batch=2 time=5 vocab_size=11]
+        """,
+        UP_TO_BLOCK,
+        [
+            (NNXAttention, "split", split_without_transpose),
+            (NNXAttention, "merge", merge_with_heads_as_time),
+        ],
+    ),
+    "equinox": Model(
+        equinox,
+        """
+        EquinoxGPT(tokens: int32[time=5])
+          EquinoxBlock        float32[time=5 embed_dim=24]
+            EquinoxAttention  float32[time=5 embed_dim=24]
+              of_heads        float32[time=5 num_heads=6 head_dim=4]
+                attend        float32[time=5 head_dim=4]
+        result                float32[time=5 vocab_size=11]
+        """,
+        UP_TO_BLOCK,
+        [(EquinoxAttention, "of_heads", of_heads_with_heads_first)],
+    ),
+}
 
 
-def test_a_model_is_proven_for_any_batch_and_length():
-    proof = prove(functional(), "int32[b t]")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_traced(name: str):
+    model = MODELS[name].make()
 
-    assert [(case.where, case.verdict) for case in proof.cases] == [((), "proven")]
+    assert model(TOKENS).shape == (2, 5, VOCAB)
+    assert f"{shape_trace(model, TOKENS)}\n" == textwrap.dedent(MODELS[name].trace).lstrip()
 
 
-@pytest.mark.parametrize(
-    ("part", "wrong"),
-    [("rotate_both", rotate_both_as_one), ("attend", attend_with_heads_before_time)],
-)
-def test_a_model_with_a_mistake_is_violated(part, wrong, monkeypatch):
-    monkeypatch.setattr(MODULE, part, wrong)
-    proof = prove(functional(), "int32[b t]")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_proven_for_any_batch_and_length(name: str):
+    proof = prove(MODELS[name].make(), "int32[b t]")
+
+    assert [(case.where, case.verdict) for case in proof.cases] == MODELS[name].cases
+    assert proof
+
+
+MISTAKES = [(name, *mistake) for name, model in MODELS.items() for mistake in model.mistakes]
+
+
+@pytest.mark.parametrize(("name", "owner", "part", "wrong"), MISTAKES)
+def test_a_model_with_a_mistake_is_violated(name, owner, part, wrong, monkeypatch):
+    monkeypatch.setattr(owner, part, wrong)
+    proof = prove(MODELS[name].make(), "int32[b t]")
 
     assert not proof
     assert proof.cases[0].verdict == "violated"
