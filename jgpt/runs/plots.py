@@ -1,9 +1,9 @@
-"""Plots: loss curves and attention weights."""
+"""Pictures of the metrics of runs."""
 
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.words import did_you_mean
 
+LABELS_BELOW = 8
+"""The largest number of labels in a legend below the axes; more of them are beside the axes."""
 LABELS_PER_COLUMN = 25
 """The largest number of labels in a column of a legend beside the axes."""
 Metrics = Sequence[dict[str, Any]]
@@ -77,55 +79,31 @@ def _place_of(name: str, config: TrainConfig, metrics: Metrics) -> Place:
 def metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
     """Draw a metric of several runs against steps, as an image.
 
-    A group, such as norms of norms/head and norms/blocks.0, has a panel for each run, with a line
-    for each of its metrics. Raises ValueError for a run without the metric.
+    A group, such as norms of norms/head and norms/blocks.0, has a line for each of its metrics.
+    Raises ValueError for a run without the metric.
     """
-    names: set[str] = set()
-    for run in runs:
-        names.update(_names_of(run, metric))
-    if names == {metric}:
-        return _one_metric_image(runs, metric, format)
-    return _group_image(runs, metric, sorted(names, key=_by_number), format)
-
-
-def _group_image(
-    runs: Sequence[RunDirectory], metric: str, names: Sequence[str], format: str
-) -> bytes:
-    """Draw a group of metrics by their names, in a panel for each run."""
-    figure = Figure(figsize=(3 + 6 * len(runs), 5.5), layout="constrained")
-    (panels,) = figure.subplots(1, len(runs), sharey=True, squeeze=False)
-    colours = colormaps["viridis"](np.linspace(0, 0.95, len(names)))
-    lines: dict[str, Artist] = {}
-    smallest = math.inf
-    for run, axes in zip(runs, panels, strict=True):
-        metrics = run.metrics()
-        for name, colour in zip(names, colours, strict=True):
-            steps, values = _column(metrics, name)
-            smallest = min([smallest, *values])
-            # The legend has a line for each name, whichever run it is of.
-            (lines[name],) = axes.plot(steps, values, color=colour, linewidth=1)
-        axes.set_title(run.path.resolve().name, parse_math=False)
-        _name_axis(axes, "step")
-    # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
-    # an objective may be negative, for which a logarithmic axis has no place.
-    if smallest >= 0:
-        panels[0].set_yscale("log", nonpositive="mask")
-    panels[0].set(ylabel=metric)
-    labels = [name.removeprefix(f"{metric}/") for name in names]
-    columns = math.ceil(len(labels) / LABELS_PER_COLUMN)
-    _add_legend(figure, list(lines.values()), labels, columns, place="outside right upper")
-    return _image(figure, format)
-
-
-def _one_metric_image(runs: Sequence[RunDirectory], metric: str, format: str) -> bytes:
-    """Draw a metric of several runs in one panel, each step and smoothed."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    smoothed: list[Artist] = []
-    for index, run in enumerate(runs):
-        _, mean = _draw_smoothed(axes, *_column(run.metrics(), metric), f"C{index}")
+    curves = {}
+    for run, label in zip(runs, _labels_of(runs), strict=True):
+        metrics = run.metrics()
+        for name in _names_of(run.path, metrics, metric):
+            curves[label + name.removeprefix(metric)] = _column(metrics, name)
+    is_group = len(curves) > len(runs)
+    colours = [f"C{index}" for index in range(len(curves))]
+    if is_group:
+        colours = colormaps["viridis"](np.linspace(0, 0.95, len(curves)))
+    smoothed: list[Line2D] = []
+    smallest = math.inf
+    for (steps, values), colour in zip(curves.values(), colours, strict=True):
+        smallest = min([smallest, *values])
+        _, mean = _draw_smoothed(axes, steps, values, colour)
         smoothed.append(mean)
-    _finish(figure, {"step": axes}, smoothed, _labels_of(runs), quantity=metric)
+    # Norms and ratios of parts differ by powers of ten, and those of a frozen part are 0. A term of
+    # an objective may be negative, for which a logarithmic axis has no place.
+    if is_group and smallest >= 0:
+        axes.set_yscale("log", nonpositive="mask")
+    _finish(figure, {"step": axes}, smoothed, list(curves), quantity=metric)
     return _image(figure, format)
 
 
@@ -137,32 +115,17 @@ def _labels_of(runs: Sequence[RunDirectory]) -> list[str]:
     return labels
 
 
-def _names_of(run: RunDirectory, metric: str) -> list[str]:
+def _names_of(run: Path, metrics: Metrics, metric: str) -> list[str]:
     """Return the names of a run's metrics that are `metric`, or that begin with it and a slash."""
-    found: set[str] = set()
-    for line in run.metrics():
-        found.update(line)
-    found.discard("step")
-    if metric in found:
-        return [metric]
-    names = [name for name in found if name.startswith(f"{metric}/")]
-    if names:
-        return names
-    groups = sorted({name.partition("/")[0] for name in found})
-    suggestion = did_you_mean(metric, groups)
-    known = ", ".join(groups) or "none yet"
-    raise ValueError(f"{run.path} has no metric {metric!r}{suggestion}: it has {known}")
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return a key by which blocks.2 is before blocks.10."""
-    key = []
-    for word in re.split(r"[./]", name):
-        number = -1  # a word that is no number, which comes before all numbers
-        if word.isdigit():
-            number = int(word)
-        key.append((number, word))
-    return key
+    found = {name: None for line in metrics for name in line if name != "step"}
+    names = [name for name in found if name == metric or name.startswith(f"{metric}/")]
+    if not names:
+        groups = sorted({name.partition("/")[0] for name in found})
+        known = ", ".join(groups) or "none yet"
+        raise ValueError(
+            f"{run} has no metric {metric!r}{did_you_mean(metric, groups)}: it has {known}"
+        )
+    return names
 
 
 @typed
@@ -206,17 +169,14 @@ def _smoothing_window(steps: int) -> int:
 
 @typed
 def _running_mean(losses: Real[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
-    """Compute a centred running mean; the window shrinks at both ends."""
+    """Compute a centred running mean, at both ends of the values that there are."""
     step = np.arange(len(losses))
-    before = np.minimum(window // 2, step)
-    after = np.minimum(before, step[::-1])
-    first = step - before
-    end = step + after + 1
-    # The sum of a window is a difference of cumulative sums, so a long window costs no more time
-    # than a short one.
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    sum_of_window = sums[end] - sums[first]
-    return sum_of_window / (end - first)
+    first = np.maximum(step - window // 2, 0)
+    end = np.minimum(step + window // 2 + 1, len(losses))
+    # The sum of a window is a difference of two sums from the first value on, so that a long window
+    # takes no more time than a short one.
+    sums = np.append(0.0, np.cumsum(losses))
+    return (sums[end] - sums[first]) / (end - first)
 
 
 def _finish(
@@ -227,13 +187,19 @@ def _finish(
     title: str = "",
     quantity: str = "loss in nats per token",
 ) -> None:
-    """Name the axes and add the legend below them, where no data is."""
+    """Name the axes, and add the legend outside of them, where no data is."""
     for name, axes in panels.items():
         _name_axis(axes, name)
     first_axes = next(iter(panels.values()))
     first_axes.set(ylabel=quantity)
-    columns = max(2, len(labels) // 2)
-    _add_legend(figure, lines, labels, columns, place="outside lower center", title=title)
+    place: Literal["outside lower center", "outside right upper"] = "outside lower center"
+    columns = 2
+    if len(labels) > LABELS_BELOW:
+        place = "outside right upper"
+        columns = math.ceil(len(labels) / LABELS_PER_COLUMN)
+    legend = figure.legend(lines, labels, loc=place, ncols=columns, title=title)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a directory's name may contain dollars
 
 
 def _name_axis(axes: Axes, name: str) -> None:
@@ -246,21 +212,6 @@ def _name_axis(axes: Axes, name: str) -> None:
     else:
         axes.xaxis.set_major_formatter("{x:,.12g}")
     axes.grid(alpha=0.3)
-
-
-def _add_legend(
-    figure: Figure,
-    lines: Sequence[Artist],
-    labels: list[str],
-    columns: int,
-    *,
-    place: Literal["outside lower center", "outside right upper"],
-    title: str = "",
-) -> None:
-    """Add a legend outside of the axes."""
-    legend = figure.legend(lines, labels, loc=place, ncols=columns, title=title)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a directory's name may contain dollars
 
 
 def _image(figure: Figure, format: str) -> bytes:
