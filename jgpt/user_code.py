@@ -273,23 +273,6 @@ def files_of_code(config: TrainConfig) -> list[Path]:
     return files
 
 
-def changed_code(saved: TrainConfig, given: TrainConfig) -> list[str]:
-    """Return a line for each part of custom code that changed since the run began."""
-    lines = []
-    saved_code = custom_code(saved)
-    for part, make in custom_code(given).items():
-        if make is None:
-            continue
-        new = Code.of(make)
-        saved_make = saved_code[part]
-        old = None
-        if saved_make is not None:
-            old = Code.of(saved_make)
-        if old is None or (old.name, old.sha256) != (new.name, new.sha256):
-            lines.append(f"the {part} {new.named} has changed since the run began")
-    return lines
-
-
 def code_facts(config: TrainConfig) -> dict[str, str | None]:
     """Return the facts about custom code on which processes must agree: its names and SHA-256."""
     facts: dict[str, str | None] = {}

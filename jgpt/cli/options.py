@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_ty
 
 import docstring_parser
 
-from jgpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt.config import TOKENIZER_FIELDS, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.fields import Make
 from jgpt.presets import DEFAULT_PRESET, PRESETS, preset
 from jgpt.user_code import with_code
@@ -251,6 +251,8 @@ def parse(command: Callable[..., Any], name: str, args: list[str]) -> dict[str, 
     values.pop("objective", None)
     if code.optimizer is not None:
         del values["optimizer"]
+    if options.initial is not None:
+        _require_no_tokenizer(options.initial, values)
     config = with_code(_base_config(values, options), **vars(code), objective=options.objective)
     if options.resume:
         _lower_floor(config.optimizer, values)
@@ -375,7 +377,7 @@ def _config_of_initial(source: str) -> TrainConfig:
     from jgpt.runs.load import load_pretrained
 
     path, _ = run_and_step(source)
-    if RunDirectory.is_run(path):
+    if RunDirectory.exists(path):
         config = RunDirectory.open(path).config()
         # The next run may be trained in another way, and needs only the code of the model.
         optimizer = dataclasses.replace(config.optimizer, make=None)
@@ -383,6 +385,16 @@ def _config_of_initial(source: str) -> TrainConfig:
             config, name="gpt", out=None, optimizer=optimizer, objective=None
         )
     return load_pretrained(source).config
+
+
+def _require_no_tokenizer(initial: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tokenizer beside weights to start from, which have their own."""
+    for name in TOKENIZER_FIELDS:
+        if name in values:
+            raise ValueError(
+                f"`initial={initial!r}` has a tokenizer, which the run takes: leave out "
+                f"`{name}={values[name]!r}`"
+            )
 
 
 def _raise_for_run_or_text(word: str) -> None:

@@ -95,9 +95,6 @@ def describe(plan: Plan) -> list[str]:
         lines += [f"mesh: {config.mesh}", *replicated]
     if plan.memory is not None:
         lines.append(f"device memory: {plan.memory}")
-    if plan.process_memory is not None:  # on a CPU
-        size = format_bytes(plan.process_memory)
-        lines.append(f"memory of the process: {size}, with Python, JAX and the data")
     lines.append(describe_export(config.model))
     return [*lines, "no run was written: leave out --dry-run to train"]
 

@@ -8,7 +8,6 @@ from jgpt.data.encode import Tokenizer
 from jgpt.data.sources import has_shakespeare
 from jgpt.page.numbers import tokens_with_logits
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.provenance import known_digest
 
 MOST_BYTES = 1 << 24
 """The limit of the text that is read for its validation split; it takes about a second."""
@@ -27,7 +26,7 @@ def opening_text(
     That is the case for a text that is gone, has changed, is large, or must be downloaded, and for
     a model that was imported and not trained.
     """
-    known = known_digest(RunDirectory.open(directory).provenance())
+    known = RunDirectory.open(directory).recorded("tokens_sha256")
     if known is None:
         return None
     try:

@@ -51,7 +51,7 @@ class Checkpoints:
         began = time.monotonic()
         # Orbax refuses a part without arrays, such as the state of plain SGD.
         parts = {name: _by_path(tree) for name, tree in state.items() if jax.tree.leaves(tree)}
-        facts: dict[str, Any] = {"validation_loss": validation_loss, "parts": sorted(state)}
+        facts: dict[str, Any] = {"validation_loss": validation_loss}
         try:
             with _orbax_context():
                 response = ocp.save_checkpointables_async(
@@ -142,7 +142,11 @@ def clean(folder: Path) -> None:
 
 def loss_of(folder: Path, step: int) -> float | None:
     """Return the validation loss of a checkpoint, or None for a state that wasn't evaluated."""
-    return _facts_of(folder / str(step))["validation_loss"]
+    path = folder / str(step) / "_CHECKPOINT_METADATA"  # without Orbax, whose import takes a second
+    try:
+        return json.loads(path.read_text())["custom_metadata"]["validation_loss"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is missing or damaged") from error
 
 
 def by_loss(folder: Path) -> list[int]:
@@ -195,20 +199,11 @@ def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[i
                 raise
 
 
-def parts_of(folder: Path, step: int) -> list[str]:
-    """Return the names of the parts of a checkpoint's state."""
-    return _facts_of(folder / str(step))["parts"]
-
-
 def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     if process_index() == 0:
         _verify(path)
-    saved = _facts_of(path)["parts"]
-    missing = [name for name in like if name not in saved]
-    if missing:
-        raise ValueError(f"checkpoint {path} has no {missing[0]}: it has {', '.join(saved)}")
     wanted = {}
     for name, tree in like.items():
         if jax.tree.leaves(tree):
@@ -253,15 +248,6 @@ def _verify(path: Path) -> None:
 
 def _sums_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.sha256.json")
-
-
-def _facts_of(folder: Path) -> dict[str, Any]:
-    """Return what is written beside a checkpoint's arrays: its loss, and the names of its parts."""
-    path = folder / "_CHECKPOINT_METADATA"  # read without Orbax, whose import takes a second
-    try:
-        return json.loads(path.read_text())["custom_metadata"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is missing or damaged") from error
 
 
 @contextlib.contextmanager

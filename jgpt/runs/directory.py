@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -51,9 +51,9 @@ class RunDirectory:
     def _what_is_at(cls, path: Path) -> str | None:
         """Return what a user has named in place of a run, and what to do; None for a run."""
         if cls.exists(path):
-            if cls.is_run(path) or not any(path.glob("*.safetensors")):
-                return None
-            return "a Hugging Face model, not a run: make a run of it with jgpt import"
+            return None
+        if (path / CONFIG).is_file():
+            return "not a run: jgpt import makes a run of a Hugging Face model"
         run = path.parent.parent
         step = path.name
         if path.parent.name == CHECKPOINTS and step.isdecimal() and cls.exists(run):
@@ -65,34 +65,19 @@ class RunDirectory:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Return whether there is a run at `path`."""
-        return (path / CONFIG).is_file()
-
-    @classmethod
-    def is_run(cls, path: Path) -> bool:
-        """Return whether a folder is a run. That of a Hugging Face model has a config.json, too."""
-        return cls.exists(path) and (path / CHECKPOINTS).is_dir()
+        """Return whether there is a run at `path`. A Hugging Face model has a config.json, too."""
+        return (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
 
     @classmethod
     def latest(cls) -> Path:
-        """Return the run in runs/ that was written to last. Raises FileNotFoundError if there is
-        none."""
+        """Return the run in runs/ that has the newest checkpoint. Raises FileNotFoundError if there
+        is none."""
         runs = [path for path in RUNS.glob("*") if cls.exists(path)]
         if not runs:
             raise FileNotFoundError(
                 "the folder runs has no run: give the directory of a run, or train one"
             )
-        return max(runs, key=cls._time_of_change)
-
-    @staticmethod
-    def _time_of_change(run: Path) -> int:
-        # Not the time of the directory, which a lock or a picture changes, too.
-        times = []
-        for name in (CONFIG, METRICS, CHECKPOINTS):
-            path = run / name
-            if path.exists():
-                times.append(path.stat().st_mtime_ns)
-        return max(times)
+        return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime_ns)
 
     @property
     def checkpoints(self) -> Path:
@@ -132,6 +117,15 @@ class RunDirectory:
             return None
         return folder
 
+    def changed_code(self, files: Iterable[Path]) -> list[str]:
+        """Return a line for each of the user's files that differs from the copy in the run."""
+        lines = []
+        for file in files:
+            copy = self.path / CODE / file.name
+            if copy.is_file() and copy.read_bytes() != file.read_bytes():
+                lines.append(f"{file.name} has changed since the run began; a copy is {copy}")
+        return lines
+
     def metrics(self) -> list[dict[str, Any]]:
         """Read the metrics so far, without truncated or damaged lines."""
         return [line for line, _ in lines_in(self.path / METRICS)]
@@ -139,6 +133,16 @@ class RunDirectory:
     def provenance(self) -> list[dict[str, Any]]:
         """Read the provenance of the start and of each resumption."""
         return [line for line, _ in lines_in(self.path / PROVENANCE)]
+
+    def recorded(self, name: str) -> Any:
+        """Return what the first start recorded in the provenance; None if it recorded nothing.
+
+        A resumed run must have the first start's `tokens_sha256`, whatever later lines say.
+        """
+        for line in self.provenance():
+            if name in line:
+                return line[name]
+        return None
 
 
 def run_and_step(word: str | Path) -> tuple[Path, int | None]:

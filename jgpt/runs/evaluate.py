@@ -19,7 +19,6 @@ from jgpt.runs.checkpoints import Which
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.load import load
 from jgpt.runs.progress import Progress
-from jgpt.runs.provenance import known_digest
 from jgpt.runs.run import Run
 from jgpt.shapes.contract import typed
 from jgpt.training.complete import complete
@@ -72,9 +71,9 @@ def evaluate(
     else:
         opened = load(run, model=model, tokenizer=tokenizer, which=which)
     loaded, used_tokenizer, config = opened
-    lines = []
+    digest = None
     if opened.path is not None:
-        lines = RunDirectory.open(opened.path).provenance()
+        digest = RunDirectory.open(opened.path).recorded("tokens_sha256")
     size = _window_size(window, config.model.block_size)
     data = _other_data(data, split)
     if data:
@@ -87,13 +86,13 @@ def evaluate(
             config.dataset,
             size,
             tokenizer=used_tokenizer,
-            digest=known_digest(lines),
+            digest=digest,
             warn=progress.warned,
             progress=progress.tokenized,
         )
         tokens = _tokens_of(known, split, opened.path)
     else:
-        require_usable(dataset, config.dataset, size, known_digest(lines))
+        require_usable(dataset, config.dataset, size, digest)
         tokens = _tokens_of(dataset, split, opened.path)
     # All targets, in windows of this size; the weights stay unchanged.
     config = replace(config, model=replace(config.model, block_size=size), eval_tokens=None)
@@ -111,7 +110,7 @@ def evaluate(
     if not isinstance(used_tokenizer, NumberTokenizer):
         characters_per_token = count_characters(targets, used_tokenizer) / len(targets)
         bits = bits_per_character(loss, characters_per_token)
-    return Evaluation(loss, _perplexity(loss), bits, len(targets), " ".join(data) or None)
+    return Evaluation(loss, float(np.exp(loss)), bits, len(targets), " ".join(data) or None)
 
 
 def _window_size(window: int | None, block_size: int) -> int:
@@ -140,10 +139,3 @@ def _tokens_of(dataset: Dataset, split: str, path: Path | None) -> Integer[np.nd
     if len(dataset.test) == 0:
         raise ValueError(f"{path} has no test split: its `test_fraction` is 0")
     return dataset.test
-
-
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:  # above 709 nats per token
-        return math.inf

@@ -19,7 +19,7 @@ import numpy as np
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.data.batches import batches, resident
-from jgpt.data.characters import OwnTokenizer, UnencodableText
+from jgpt.data.characters import OwnTokenizer
 from jgpt.data.dataset import (
     GIVEN,
     Dataset,
@@ -33,8 +33,6 @@ from jgpt.files import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.machine import (
-    Machine,
-    current_platform,
     memory_in_use,
     peak_flops,
     process_count,
@@ -50,33 +48,30 @@ from jgpt.parallel.rules import abstract_arrays, shardings
 from jgpt.runs.directory import LOSS_PICTURE, RUNS, SAMPLES, RunDirectory
 from jgpt.runs.initial import (
     Initial,
-    named_fields,
     read_initial,
     require_fitting,
-    require_named_tokenizer,
     require_trainable,
     with_moments,
 )
 from jgpt.runs.load import load
 from jgpt.runs.progress import Progress, default_progress, draw_losses
-from jgpt.runs.provenance import known_digest, known_initial, machine_choices, versions
+from jgpt.runs.provenance import machine_choices, versions
 from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
 from jgpt.runs.run import OpenRun, Request, Run
-from jgpt.runs.trackers import Trackers, require_tracker
+from jgpt.runs.trackers import open_trackers, require_tracker
 from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 from jgpt.training.complete import complete, require_memory
 from jgpt.training.evaluation import Evaluator
 from jgpt.training.memory import lower_steps, memory_of
-from jgpt.training.objective import objective_of
+from jgpt.training.optimizer import evaluated_weights
 from jgpt.training.placement import bytes_of, parameters_without_names
-from jgpt.training.plan import Plan, make_plan, with_process_memory
+from jgpt.training.plan import Plan, make_plan
 from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
-from jgpt.training.step import StepsWithArrays
+from jgpt.training.step import placed_arrays
 from jgpt.user_code import (
     code_facts,
     describe_error,
-    files_of_code,
     require_all_code,
     with_code,
 )
@@ -91,21 +86,18 @@ LONGEST_PROOF = 1024
 
 
 class TrainingStopped(Exception):
-    """Raised when training was asked to stop, after a checkpoint was saved."""
+    """Raised when training was asked to stop, after a checkpoint was saved.
+
+    At step 0 the text was still tokenized: there is no checkpoint, and the tokens so far are kept.
+    """
 
     def __init__(self, step: int, directory: Path) -> None:
-        super().__init__(f"stopped after step {step}; its checkpoint is in {directory}")
+        message = f"stopped after step {step}; its checkpoint is in {directory}"
+        if step == 0:
+            message = "stopped before training began, while the text was tokenized"
+        super().__init__(message)
         self.step = step
         self.directory = directory
-
-
-class StoppedBeforeTraining(TrainingStopped):
-    """Raised when a stop was requested while the text was tokenized. The tokens so far are kept."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(0, directory)
-        # There is no checkpoint, which the message of the other class names.
-        self.args = ("stopped before training began, while the text was tokenized",)
 
 
 @typed
@@ -142,8 +134,7 @@ def fit(
 
     Raises ValueError or OSError before anything is written or deleted; later OSError if something
     can't be written, FloatingPointError for a loss or gradient that is not finite, and
-    TrainingStopped, each with the last good state in a checkpoint. A stop before the first step
-    raises StoppedBeforeTraining, which is a kind of TrainingStopped.
+    TrainingStopped, each with the last good state in a checkpoint.
     """
     config = with_code(config, model, optimizer, objective)
     shown = _progress_of_this_process(progress)
@@ -161,7 +152,7 @@ def fit(
     # From here on all processes compute together, and would wait for ever for a missing one.
     require_same(_shared_facts(prepared))
     with use_mesh(prepared.config.mesh):
-        train_steps = _compiled_steps(prepared)
+        train_steps = _compiled_steps(prepared.config)
         with prepared.run:
             _train(prepared, train_steps, shown, should_stop)
         return _finish(prepared.run, shown)
@@ -176,11 +167,7 @@ def plan(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Return the plan of `fit`, and raise the errors that `fit` would. Nothing is written.
-
-    On a CPU, `process_memory` assumes that training takes the memory that this process has taken so
-    far, in addition to the memory of its steps.
-    """
+    """Return the plan of `fit`, and raise the errors that `fit` would. Nothing is written."""
     prepared = prepare(
         config,
         initial=initial,
@@ -190,11 +177,7 @@ def plan(
         progress=progress or Progress(),
     )
     with use_mesh(prepared.config.mesh):
-        made = make_plan(prepared.config, prepared.run.dataset, prepared.run.path)
-    # The memory is that of this machine, whatever the planned platform is.
-    if current_platform().name != "cpu":
-        return made
-    return with_process_memory(made, memory_in_use())
+        return make_plan(prepared.config, prepared.run.dataset, prepared.run.path)
 
 
 def _progress_of_this_process(progress: Progress | Literal["auto"] | None) -> Progress:
@@ -216,7 +199,8 @@ class Prepared:
     run: OpenRun
     config: TrainConfig
     """That of the run, and what this machine decides, which the run doesn't record."""
-    machine: Machine
+    is_new: bool
+    """Whether there is no checkpoint to resume from."""
     init: Callable[[], State]
     first: int
     """The state and the step with which a new run begins."""
@@ -235,7 +219,7 @@ def prepare(
 ) -> Prepared:
     """Open the text, decide what the config leaves open, and check all of it; write nothing.
 
-    Raises ValueError or OSError if the run can't start, and StoppedBeforeTraining.
+    Raises ValueError or OSError if the run can't start, and TrainingStopped.
     """
     if resume and config.out is None:
         raise ValueError("`resume=True` needs the run's `out=DIRECTORY`")
@@ -244,21 +228,17 @@ def prepare(
     require_all_code(config)
     out = Path(config.out or _unused_path(config.name))
     saved = None
-    if resume and RunDirectory.exists(out) and RunDirectory(out).checkpoint_steps():
-        saved = RunDirectory.open(out)
+    if resume and RunDirectory.exists(out):
+        _require_known_initial(initial, RunDirectory(out))
+        if RunDirectory(out).checkpoint_steps():
+            saved = RunDirectory(out)
+    if saved is not None:
+        initial = None  # its checkpoint is what the run goes on from
         old = saved.config()
         config = replace(config, optimizer=with_lowered_floor(old.optimizer, config.optimizer))
         changed = describe_learning_rate(old, config, saved.checkpoint_steps()[-1])
         if changed is not None:
             progress.warned(changed)
-        initial = _require_known_initial(initial, saved)
-    elif resume and initial is None and RunDirectory.exists(out):
-        source = known_initial(RunDirectory(out).provenance())
-        if source is not None:
-            raise ValueError(
-                "the run started from other weights and has no checkpoint yet: give "
-                f"`initial={source!r}`"
-            )
     weights = None
     if initial is not None:
         if isinstance(initial, (str, Path)) and _is_same_folder(Path(initial), out):
@@ -276,12 +256,10 @@ def prepare(
             require_same_tokenizer(f"`initial={weights.source!r}`", weights.tokenizer, dataset)
     model = replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     config = replace(config, model=model)
-    machine = this_machine()
-    trained = complete(config, machine)
+    trained = complete(config, this_machine())
     # A run keeps the dtype that it began with: its losses would not continue in another one.
     recorded = replace(config, model=replace(model, dtype=trained.model.dtype))
-    code = files_of_code(config)
-    run = Run.start(out, recorded, dataset, resume=resume, overwrite=overwrite, code=code)
+    run = Run.start(out, recorded, dataset, resume=resume, overwrite=overwrite)
     run.facts = machine_choices(trained)
     require_parameters_only(abstract_model(trained.model))
     require_trainable(recorded)
@@ -295,7 +273,7 @@ def prepare(
         first, init = with_moments(weights, trained)
     _require_disk(trained, out)
     _warn(trained, progress, is_new=saved is None)
-    return Prepared(run, trained, machine, init, first)
+    return Prepared(run, trained, saved is None, init, first)
 
 
 def _unused_path(name: str) -> Path:
@@ -313,15 +291,20 @@ def _is_same_folder(path: Path, other: Path) -> bool:
     return path.exists() and other.exists() and path.samefile(other)
 
 
-def _require_known_initial(initial: Any, saved: RunDirectory) -> None:
+def _require_known_initial(initial: Any, run: RunDirectory) -> None:
     """Raise ValueError unless a run is resumed from the weights that it started from.
 
-    They may be given again, as in the command that is repeated with `resume`.
+    They may be given again, as in the command that is repeated with `resume`, and have to be as
+    long as there is no checkpoint.
     """
-    if not isinstance(initial, (str, Path)):
-        return
-    source = known_initial(saved.provenance()) or ""
-    if str(initial) not in (source, source.rpartition("@")[0]):
+    source = run.recorded("initial") or ""
+    if initial is None and source and not run.checkpoint_steps():
+        raise ValueError(
+            "the run started from other weights and has no checkpoint yet: give "
+            f"`initial={source!r}`"
+        )
+    is_path = isinstance(initial, (str, Path))
+    if is_path and str(initial) not in (source, source.rpartition("@")[0]):
         raise ValueError(
             "the run to resume did not start from these weights: leave out "
             f"`initial={str(initial)!r}`, or train a new run from them"
@@ -336,13 +319,11 @@ def _load_text(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> Dataset:
-    """Load the text as tokens; a resumed run keeps its tokenizer. Raises StoppedBeforeTraining."""
+    """Load the text as tokens; a resumed run keeps its tokenizer. Raises TrainingStopped."""
     tokenizer = known = None
     if saved is not None:
         tokenizer = saved.tokenizer()
-        known = known_digest(saved.provenance())
-        named = named_fields(config.dataset, saved.config().dataset)
-        require_named_tokenizer(f"`out={str(saved.path)!r}`", tokenizer, named)
+        known = saved.recorded("tokens_sha256")
     elif weights is not None:
         tokenizer = weights.tokenizer
 
@@ -363,7 +344,7 @@ def _load_text(
         )
     except KeyboardInterrupt:
         if should_stop():
-            raise StoppedBeforeTraining(out) from None
+            raise TrainingStopped(0, out) from None
         raise
 
 
@@ -441,16 +422,12 @@ def _shared_facts(prepared: Prepared) -> dict[str, Any]:
 # --- train ----------------------------------------------------------------------------------------
 
 
-def _compiled_steps(prepared: Prepared) -> Callable[..., Any]:
+def _compiled_steps(config: TrainConfig) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
-    config = prepared.config
     compiled = lower_steps(config).compile()
     release_memory()  # that of compiling, before the state is made
-    require_memory(memory_of(compiled, config), config, prepared.machine)
-    _, arrays = objective_of(config)
-    if not arrays:
-        return compiled
-    return StepsWithArrays(compiled, arrays)
+    require_memory(memory_of(compiled, config), config, this_machine())
+    return compiled
 
 
 def _train(
@@ -466,15 +443,21 @@ def _train(
         progress.warned(line)
     specs = state_specs(config)
     like = abstract_arrays(abstract_state(config), specs)
-    is_new = run.last_step() is None
-    with Trackers.opened(config, run.path, is_new=is_new, warn=progress.warned) as trackers:
+    opened = open_trackers(config, run.path, is_new=prepared.is_new, warn=progress.warned)
+    with opened as track:
         # Only now, with open trackers: it deletes a run that is overwritten.
         state, step = run.restore(prepared.init, like, prepared.first)
         # Committed to its devices, as the compiled steps return it.
         state = jax.device_put(state, shardings(specs))
         progress.started(config, run.dataset, state["model"], step, run.path)
-        loop = _Loop(run, config, train_steps, state, step, progress, trackers, should_stop)
-        loop.run_to_end()
+
+        def report(line: dict[str, Any]) -> None:
+            if "tokens_per_second" in line:
+                progress.stepped(line["step"], line["loss"], line["tokens_per_second"])
+            track(line)
+
+        run.report = report
+        _Loop(run, config, train_steps, state, step, progress, should_stop).run_to_end()
 
 
 class _Loop:
@@ -488,7 +471,6 @@ class _Loop:
         state: State,
         step: int,
         progress: Progress,
-        trackers: Trackers,
         should_stop: Callable[[], bool],
     ) -> None:
         self.run = run
@@ -497,9 +479,9 @@ class _Loop:
         self.state = state
         self.step = step
         self.progress = progress
-        self.trackers = trackers
         self.should_stop = should_stop
         self.tokens = resident(run.dataset.train)
+        self.arrays = placed_arrays(config)
         self.key = dropout_stream(config.seed)
         self.tokens_per_step = config.batch_size * config.model.block_size
         self.evaluator = Evaluator(config, run.dataset.validation)
@@ -510,20 +492,18 @@ class _Loop:
         self.vote = Vote()
         self.peak = _peak_tokens_per_second(config)
         self.clock = time.monotonic()
-        run.report = self._report
 
     def run_to_end(self) -> None:
         """Train, evaluate and save to the last step."""
         config = self.config
-        losses = _losses_for_patience(self.run.metrics(), config.eval_interval)
-        self.clock = time.monotonic()
+        lines = self.run.metrics()
+        losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
         try:
             while self.step < config.steps and not _stops_early(losses, config.patience):
-                self._take_steps()
-                if self._is_evaluated(self.step):
-                    loss = self._evaluate()
-                    if self.step % config.eval_interval == 0 or self.step == config.steps:
-                        losses.append(loss)
+                pause = self._next_evaluation()
+                self._take_steps(at_most=pause - self.step)
+                if self.step == pause:
+                    losses.append(self._evaluate())
                 self._answer_request()
         except FloatingPointError as error:
             self._keep_last_good_state(error)
@@ -534,16 +514,21 @@ class _Loop:
             )
         self.state = {}  # its memory is for the model that samples
 
-    def _is_evaluated(self, step: int) -> bool:
-        """Return whether a step is evaluated: also the first one early, so that a run that fails
-        has a checkpoint."""
+    def _next_evaluation(self) -> int:
+        """Return the next step that is evaluated: also the first one early, so that a run that
+        fails has a checkpoint."""
         interval = self.config.eval_interval
-        return step % interval == 0 or step in (interval // 8, self.config.steps)
+        steps = [interval // 8, (self.step // interval + 1) * interval, self.config.steps]
+        return min(step for step in steps if step > self.step)
 
-    def _take_steps(self) -> None:
+    def _take_steps(self, at_most: int) -> None:
         """Make one call of steps, and read the metrics of the call before while it computes."""
         config = self.config
-        count = self._steps_of_call()
+        # All processes take equal steps; their slowest time is known one call late.
+        if microseconds := self.vote(int(1e6 * self.measured)):
+            self.seconds_per_step = microseconds / 1e6
+        affordable = max(1, int(SECONDS_PER_CALL / self.seconds_per_step))
+        count = min(config.steps_per_call, affordable, at_most)
         windows = batches(
             self.tokens,
             config.seed,
@@ -553,27 +538,17 @@ class _Loop:
             block_size=config.model.block_size,
             count=count,
         )
-        numbers = np.int32(count), np.int32(self.step)
+        numbers = np.int32(count), np.int32(self.step), self.taken
         # The old state is donated, and what is read below may raise an error.
-        self.state, metrics = self.train_steps(self.state, windows, self.key, *numbers, self.taken)
+        self.state, metrics = self.train_steps(
+            self.state, windows, self.key, *numbers, arrays=self.arrays
+        )
         self.taken = metrics.taken
         before = self.unread
         self.unread = (self.step, count, metrics)
         self.step += count
         if before is not None:
             self._read(before)
-
-    def _steps_of_call(self) -> int:
-        """Return the number of steps in the next call, at most to the next evaluation."""
-        config = self.config
-        interval = config.eval_interval
-        # All processes take equal steps; their slowest time is known one call late.
-        if microseconds := self.vote(int(1e6 * self.measured)):
-            self.seconds_per_step = microseconds / 1e6
-        affordable = max(1, int(SECONDS_PER_CALL / self.seconds_per_step))
-        pauses = [(self.step // interval + 1) * interval, interval // 8, config.steps]
-        until_pause = [step - self.step for step in pauses if step > self.step]
-        return min(config.steps_per_call, affordable, *until_pause)
 
     def _read(self, call: tuple[int, int, Any]) -> None:
         """Log the metrics of a call. Raises FloatingPointError for a step that is not finite."""
@@ -617,12 +592,6 @@ class _Loop:
             measured["memory_bytes"] = memory
         return measured
 
-    def _report(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics that is written, and log it to the trackers."""
-        if "tokens_per_second" in line:
-            self.progress.stepped(line["step"], line["loss"], line["tokens_per_second"])
-        self.trackers.log(line)
-
     def _evaluate(self) -> float:
         """Evaluate and save the state after a step."""
         self._read_all()
@@ -633,23 +602,26 @@ class _Loop:
             if self._request() == "stop" and self.step < self.config.steps:
                 self._save_and_stop()
 
-        loss = self.evaluator.mean(self.state["model"], between)
+        state = self._state_to_save()
+        loss = self.evaluator.mean(state.get("average", state["model"]), between)
         if not math.isfinite(loss):
-            advice = "lower `learning_rate`"
-            # The average is what was evaluated, so it may be the cause even if the weights are
-            # fine.
-            if self.config.optimizer.ema_decay > 0:
-                advice = "lower `ema_decay` or `learning_rate`"
             raise FloatingPointError(
-                f"the validation loss is {loss} after step {self.step}: {advice}"
+                f"the validation loss is {loss} after step {self.step}: lower `learning_rate`"
             )
-        self.run.save(self.step, self.state, validation_loss=loss)
+        self.run.save(self.step, state, validation_loss=loss)
         self.progress.evaluated(self.step, loss)
         self.clock = time.monotonic()
         return loss
 
+    def _state_to_save(self) -> State:
+        """Return the state, with the average to evaluate where the optimizer has one."""
+        average = evaluated_weights(self.state["model"], self.state["optimizer"])
+        if average is None:
+            return self.state
+        return self.state | {"average": average}
+
     def _request(self) -> Request:
-        if self.should_stop() or self.trackers.failure is not None:
+        if self.should_stop():
             self.run.stop()
         return self.run.request()
 
@@ -658,7 +630,7 @@ class _Loop:
         request = self._request()
         if request == "save":
             self._read_all()
-            self.run.save(self.step, self.state)
+            self.run.save(self.step, self._state_to_save())
             self.clock = time.monotonic()
         elif request == "stop":
             self._save_and_stop()
@@ -666,35 +638,24 @@ class _Loop:
     def _save_and_stop(self) -> None:
         """Save and raise TrainingStopped, unless all steps are taken."""
         self._read_all()
-        self.run.save(self.step, self.state)
+        self.run.save(self.step, self._state_to_save())
         self.run.wait()
-        with raise_in_all_processes():
-            if self.trackers.failure is not None:
-                raise self.trackers.failure
         if self.step < self.config.steps:
             raise TrainingStopped(self.step, self.run.path)
 
     def _keep_last_good_state(self, error: FloatingPointError) -> NoReturn:
         """Save the last state that was finite, if it is, and name the checkpoint that is kept."""
         taken = int(self.taken)
-        loss = self.evaluator.mean(self.state["model"])
+        state = self._state_to_save()
+        loss = self.evaluator.mean(state.get("average", state["model"]))
         # A step that was not finite left the state as it was.
         if math.isfinite(loss) and 0 < taken < self.step:
-            self.run.save(taken, self.state)
+            self.run.save(taken, state)
         self.run.wait()
         advice = "nothing was saved yet"
         if steps := self.run.steps():
             advice = f"checkpoint {steps[-1]} is kept"
         raise FloatingPointError(f"{error}; {advice}") from None
-
-
-def _losses_for_patience(lines: list[dict[str, Any]], interval: int) -> list[float]:
-    """Return the validation losses so far, without the early one."""
-    losses = []
-    for line in lines:
-        if "validation_loss" in line and line["step"] % interval == 0:
-            losses.append(line["validation_loss"])
-    return losses
 
 
 def _stops_early(losses: list[float], patience: int | None) -> bool:
@@ -772,12 +733,7 @@ def _sample_or_warn(
     except Exception as error:
         if config.model.make is None and not isinstance(tokenizer, OwnTokenizer):
             raise
-        reason = describe_error(error)
-        if isinstance(error, UnencodableText):
-            reason = str(error)
-        if not reason:
-            first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
-            reason = first_line
+        reason, *_ = (describe_error(error) or f"{type(error).__name__}: {error}").splitlines()
         progress.warned(f"no sample: {reason}")
         return ""
 

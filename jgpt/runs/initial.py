@@ -1,7 +1,7 @@
 """The weights that a run starts from: those of a model, of another run, or of a folder."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,28 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgpt.config import TOKENIZER_FIELDS, DataConfig, TrainConfig
-from jgpt.data.byte_pairs import BPETokenizer
-from jgpt.data.characters import ByteTokenizer, CharTokenizer, OwnTokenizer
+from jgpt.config import TrainConfig
+from jgpt.data.characters import OwnTokenizer
 from jgpt.data.dataset import Dataset
-from jgpt.data.encode import Tokenizer, is_same_vocabulary
+from jgpt.data.encode import Tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.parallel.rules import abstract_arrays
 from jgpt.runs.checkpoints import choose, load_checkpoint
 from jgpt.runs.directory import RunDirectory, run_and_step
 from jgpt.runs.load import load, load_pretrained
-from jgpt.runs.resume import MAY_DIFFER, OF_THE_STATE, fields_of
+from jgpt.runs.resume import MAY_DIFFER, OF_THE_STATE, different_fields
 from jgpt.training.optimizer import is_trainable
 from jgpt.training.state import State, abstract_state, state_specs
 from jgpt.user_code import custom_code, with_code
 from jgpt.words import did_you_mean
-
-_KINDS = {
-    "char": CharTokenizer,
-    "byte": ByteTokenizer,
-    "bpe": BPETokenizer,
-    "gpt2": BPETokenizer,
-}
 
 
 @dataclass(frozen=True)
@@ -57,16 +49,13 @@ def read_initial(
     if not isinstance(initial, (str, Path)):
         return Initial(type(initial).__name__, _arrays_of(initial))
     source = str(initial)
-    saved_data = DataConfig()
     run = None
     which: Any = 0
     path, step = run_and_step(initial)
-    if RunDirectory.is_run(path):
+    if RunDirectory.exists(path):
         run = RunDirectory.open(path)
-        saved = run.config()
-        saved_data = saved.dataset
         model_code = None
-        if saved.model.make is not None:
+        if run.config().model.make is not None:
             model_code = config.model.make
         own = None
         if dataset is not None and isinstance(run.tokenizer(), OwnTokenizer):
@@ -76,8 +65,6 @@ def read_initial(
         source = f"{path}@{which}"
     else:
         model, tokenizer, _ = load_pretrained(source, block_size=config.model.block_size)
-    named = named_fields(config.dataset, saved_data)
-    require_named_tokenizer(f"`initial={str(initial)!r}`", tokenizer, named)
     return Initial(source, _arrays_of(model), tokenizer, run, which)
 
 
@@ -101,11 +88,10 @@ def with_moments(initial: Initial | None, config: TrainConfig) -> tuple[int, Cal
     if _shapes_of(saved) == _shapes_of(config):
         folder = initial.run.checkpoints
         return initial.step, functools.partial(_load_state, folder, initial.step, config)
-    old = dict(fields_of(saved))
     differences = []
-    for name, new in fields_of(config):
-        if name.startswith(OF_THE_STATE) and name not in MAY_DIFFER and old.get(name) != new:
-            differences.append(f"`{name}` is {old.get(name)!r} there, {new!r} in the config")
+    for name, old, new in different_fields(saved, config):
+        if name.startswith(OF_THE_STATE) and name not in MAY_DIFFER:
+            differences.append(f"`{name}` is {old!r} there, {new!r} in the config")
     raise ValueError(
         f"the moments of {initial.source} are of another optimizer or model: "
         f"{'; '.join(differences) or 'their arrays differ'}"
@@ -122,41 +108,6 @@ def _load_state(folder: Path, step: int, config: TrainConfig) -> State:
     like = abstract_arrays(abstract_state(config), state_specs(config))
     _, state = load_checkpoint(folder, step, like)
     return state
-
-
-def named_fields(config: DataConfig, saved: DataConfig) -> dict[str, Any]:
-    """Return the fields with which a config names a tokenizer, in addition to a `saved` one.
-
-    A default may not have been written by anyone, and a run's own fields name its own tokenizer.
-    """
-    defaults = DataConfig()
-    named = {}
-    for name in TOKENIZER_FIELDS:
-        value = getattr(config, name)
-        if value not in (getattr(defaults, name), getattr(saved, name)):
-            named[name] = value
-    return named
-
-
-def require_named_tokenizer(owner: str, tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields that name another tokenizer than that of the owner's weights.
-
-    With another one, the embedding of a token would be that of another text.
-    """
-    for name, value in named.items():
-        if not _is_named(tokenizer, name, value):
-            raise ValueError(
-                f"{owner} has a tokenizer, which the run takes: leave out `{name}={value!r}`"
-            )
-
-
-def _is_named(tokenizer: Tokenizer, name: str, value: Any) -> bool:
-    """Return whether a field and its value fit a tokenizer."""
-    if name == "tokenizer":
-        return isinstance(tokenizer, _KINDS[value])
-    if name == "tokenizer_files":
-        return is_same_vocabulary(BPETokenizer.from_gpt2(value), tokenizer)
-    return tokenizer.vocab_size == value
 
 
 def require_trainable(config: TrainConfig) -> None:

@@ -31,12 +31,12 @@ from jgpt.nn.precision import at_least_float32, for_platform
 from jgpt.nn.stacking import stack_blocks, stack_specs, unstack_blocks, uses_stacked_blocks
 from jgpt.parallel.mesh import current_mesh
 from jgpt.parallel.rules import abstract_arrays, specs_like, weight_specs
-from jgpt.runs.checkpoints import Checkpoints, Which, choose, load_checkpoint, loss_of, parts_of
+from jgpt.runs.checkpoints import Checkpoints, Which, choose, load_checkpoint, loss_of
 from jgpt.runs.directory import CHECKPOINTS, CONFIG, IMPORTED, TOKENIZER, RunDirectory
-from jgpt.runs.run import Run, quiet_orbax
+from jgpt.runs.run import Run, copy_code, quiet_orbax
 from jgpt.shapes.contract import typed
 from jgpt.training.state import first_state
-from jgpt.user_code import changed_code, with_code
+from jgpt.user_code import files_of_code, with_code
 
 
 @typed
@@ -56,10 +56,9 @@ def load(
     no run or no checkpoint, and ValueError if one of their files is damaged.
     """
     run = RunDirectory.open(run_directory)
-    saved = run.config()
-    config = with_code(saved, model, optimizer)
+    config = with_code(run.config(), model, optimizer)
     loaded_tokenizer = _tokenizer_of(run, tokenizer)
-    for line in changed_code(saved, config):
+    for line in run.changed_code(files_of_code(config)):
         warnings.warn(line, stacklevel=2)
     decided = replace(config, model=for_platform(config.model, current_platform()))
     step, loaded = load_model(run, decided, which)
@@ -71,7 +70,7 @@ def load_model(run: RunDirectory, config: TrainConfig, which: Which) -> tuple[in
     step = choose(run.checkpoints, which)
     # An average that a training keeps beside its weights is the model to use.
     part = "model"
-    if "average" in parts_of(run.checkpoints, step):
+    if (run.checkpoints / str(step) / "average").is_dir():
         part = "average"
     model = abstract_model(config.model)
     state = nnx.state(model)
@@ -200,6 +199,7 @@ def save(
         if text_files:
             make_directory(partial / IMPORTED)
             write_text_files(text_files, partial / IMPORTED)
+        copy_code(files_of_code(config), partial)
         make_directory(partial / CHECKPOINTS)
         checkpoints = Checkpoints(partial / CHECKPOINTS, keep_last=1, keep_best=1, keep_every=None)
         checkpoints.save(0, first_state(config, weights_of(model)), None)

@@ -52,24 +52,6 @@ def versions() -> dict[str, str | None]:
     return {name: _version(name) for name in _PACKAGES}
 
 
-def known_digest(lines: list[dict[str, Any]]) -> str | None:
-    """Return the SHA-256 of the first start's tokens, or None for a run that was imported and not
-    trained."""
-    # A resumed run must have the first start's tokens, whatever later lines say.
-    for line in lines:
-        if "tokens_sha256" in line:
-            return line["tokens_sha256"]
-    return None
-
-
-def known_initial(lines: list[dict[str, Any]]) -> str | None:
-    """Return where the run's first weights came from, or None for those of its seed."""
-    for line in lines:
-        if "initial" in line:
-            return line["initial"]
-    return None
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -34,7 +34,7 @@ from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset, require_same_text, require_same_tokenizer
 from jgpt.data.encode import Tokenizer
 from jgpt.fields import to_json
-from jgpt.files import append, locked, make_directory, sha256_of, write_file
+from jgpt.files import append, locked, make_directory, write_file
 from jgpt.generation.text import Texts, generate_text
 from jgpt.machine import process_count, process_index
 from jgpt.nn.models import LanguageModel
@@ -58,10 +58,10 @@ from jgpt.runs.directory import (
     RunDirectory,
     lines_in,
 )
-from jgpt.runs.provenance import known_digest, provenance
+from jgpt.runs.provenance import provenance
 from jgpt.runs.resume import require_same_run
 from jgpt.training.state import is_finite
-from jgpt.user_code import changed_code, custom_code, require_all_code, with_code
+from jgpt.user_code import custom_code, files_of_code, require_all_code, with_code
 from jgpt.words import counted
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -102,9 +102,9 @@ class Run:
         """Return the run in folder `out` to train, as a context manager that locks it.
 
         `config` is a TrainConfig, whose model may be a class of your own. `resume` continues from
-        the last checkpoint, or starts if there is none; `overwrite` starts again. `code` names the
-        files of your own to keep copies of. The context raises ValueError or OSError, naming what
-        differs, before anything is written.
+        the last checkpoint, or starts if there is none; `overwrite` starts again. `code` names
+        files of your own to keep copies of, beside those of the config. The context raises
+        ValueError or OSError, naming what differs, before anything is written.
         """
         if isinstance(code, (str, Path)):
             code = (code,)
@@ -176,12 +176,11 @@ class OpenRun:
         self._directory = RunDirectory(path)
         self.resume = resume
         self.overwrite = overwrite
-        self._code = code
+        self._code = list(dict.fromkeys([*code, *files_of_code(config)]))
         self._writes = process_index() == 0
         self._inode: int | None = None
         self._checkpoints: Checkpoints | None = None
         self._pending: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-        self._unwritten: OSError | None = None
         self._logged = 0
         self._saved: int | None = None
         self._seconds_before = 0.0
@@ -267,8 +266,8 @@ class OpenRun:
             others = [entry.name for entry in self.path.iterdir() if not _is_remains(entry.name)]
             if others:
                 raise FileExistsError(
-                    f"{self.path} is not a run directory: it has files, but no {CONFIG}; choose "
-                    f"another, such as {self.path / self.config.name}"
+                    f"{self.path} is not a run directory, and has other files: choose another, "
+                    f"such as {self.path / self.config.name}"
                 )
             return
         self._directory.config()  # raises for a config.json of another program, which stays
@@ -285,7 +284,7 @@ class OpenRun:
         saved = with_code(self._directory.config(), **custom_code(self.config))
         require_all_code(saved)
         require_same_run(saved, self.config, self._directory.checkpoint_steps())
-        digest = known_digest(self._directory.provenance())
+        digest = self._directory.recorded("tokens_sha256")
         require_same_text(self.dataset, self.config.dataset, digest)
         require_same_tokenizer(str(self.path), self._directory.tokenizer(), self.dataset)
 
@@ -293,12 +292,7 @@ class OpenRun:
         """Return a line for each file of one's own that has changed since the run began."""
         if not (self.resume and RunDirectory.exists(self.path)):
             return []
-        lines = changed_code(self._directory.config(), self.config)
-        for file in self._code:
-            copy = self.path / CODE / file.name
-            if copy.is_file() and sha256_of(copy) != sha256_of(file):
-                lines.append(f"{file} has changed since the run began")
-        return lines
+        return self._directory.changed_code(self._code)
 
     # --- state -------------------------------------------------------------------------------
 
@@ -310,7 +304,11 @@ class OpenRun:
         `init` makes a state: a dict of pytrees, of which "model" is `nnx.state(model)`. `like` has
         its shapes and shardings; by default they are those of `jax.eval_shape(init)` on one device.
         """
-        last = self.last_step()
+        last = None
+        with raise_in_all_processes():
+            if self._writes and self.resume:
+                last = max(self.steps(), default=None)
+        (last, *_) = gather(last)
         if last is None:
             step = first
             state = init()  # one that fails leaves an earlier run as it was
@@ -334,14 +332,6 @@ class OpenRun:
         self._began = self._last_save = time.monotonic()
         return state, step
 
-    def last_step(self) -> int | None:
-        """Return the step of the checkpoint that `restore` continues from; None for a new run."""
-        last = None
-        with raise_in_all_processes():
-            if self._writes and self.resume:
-                last = max(self._directory.checkpoint_steps(), default=None)
-        return gather(last)[0]
-
     def _begin(self, step: int) -> None:
         """Write the run's first files, or its new config. The config makes the folder a run."""
         folder = self._directory.checkpoints
@@ -352,10 +342,7 @@ class OpenRun:
         make_directory(folder)
         if is_new:
             write_file(self.path / TOKENIZER, self.dataset.tokenizer.to_json())
-        if self._code:
-            make_directory(self.path / CODE)
-        for file in self._code:
-            write_file(self.path / CODE / file.name, file.read_bytes())
+        copy_code(self._code, self.path)
         cut(self.path / METRICS, step)
         cut(self.path / PROVENANCE, math.inf)
         line = {"step": step} | provenance(self.config, self.dataset) | self.facts
@@ -440,33 +427,24 @@ class OpenRun:
         while len(self._pending) > 1:
             if len(self._pending) <= UNREAD_CALLS and not _is_ready(self._pending[0][1]):
                 break
-            try:
-                self._write_oldest()
-            except OSError as error:
-                if process_count() == 1:
-                    raise
-                # The other processes compute on, until `request` and `save` tell all of them.
-                self._unwritten = error
+            self._write_oldest()
 
     def _write_pending(self) -> None:
         """Write all lines durably, and wait for their values."""
-        if self._unwritten is not None:
-            raise self._unwritten
         while self._pending:
             self._write_oldest(durable=len(self._pending) == 1)
 
     def _write_oldest(self, *, durable: bool = False) -> None:
         lines = []
-        is_written = self._writes and self._unwritten is None  # or a gap would be left
         try:
             for line in _lines_of(*self._pending.popleft()):
                 lines.append(line)
             seconds = self._seconds_before + time.monotonic() - self._began
             lines[-1]["seconds"] = round(seconds, 3)
         finally:
-            if is_written:
+            if self._writes:
                 self._append(METRICS, lines, durable=durable)
-        if is_written:
+        if self._writes:
             for line in lines:
                 self.report(line)
 
@@ -499,7 +477,7 @@ class OpenRun:
             waited = time.monotonic() - self._last_save
             interval = max(SECONDS_BETWEEN_SAVES, self._open_checkpoints().seconds / SAVING_SHARE)
             wanted = int(waited >= interval)
-        if self._stops or has_failed or self._unwritten is not None:
+        if self._stops or has_failed:
             wanted = 2
         return (None, "save", "stop")[self._vote(wanted)]
 
@@ -526,16 +504,23 @@ def _lines_of(last: int, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for row in range(count):
         line: dict[str, Any] = {"step": last - count + 1 + row}
         for name, column in columns.items():
-            index = row - count + len(column)  # a number belongs to the last step
-            if index < 0:
+            if len(column) < count - row:  # a number belongs to the last step
                 continue
-            value = column[index].item()
+            value = column[row - count].item()
             if not math.isfinite(value):
                 if name in LOSSES:
                     raise FloatingPointError(f"{name} is {value} at step {line['step']}")
                 value = None  # JSON has no number for it
             line[name] = value
         yield line
+
+
+def copy_code(files: Sequence[Path], run: Path) -> None:
+    """Keep copies of the user's files in a run."""
+    if files:
+        make_directory(run / CODE)
+    for file in files:
+        write_file(run / CODE / file.name, file.read_bytes())
 
 
 def _is_ready(metrics: dict[str, Any]) -> bool:

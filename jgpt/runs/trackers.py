@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self, assert_never
+from typing import Any
 
 from jgpt.config import TrackerName, TrainConfig
 from jgpt.fields import as_dict
@@ -14,102 +14,67 @@ from jgpt.machine import process_index
 from jgpt.parallel.processes import raise_in_all_processes
 from jgpt.runs.directory import TENSORBOARD, WANDB_ID
 
-
-class Tracker(Protocol):
-    """A destination of metrics."""
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the metrics of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write all pending metrics."""
-        ...
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def require_tracker(name: TrackerName) -> Any:
     """Return the package of a tracker. Raises ModuleNotFoundError without its extra."""
-    match name:
-        case "tensorboard":
-            module = "tensorboardX"
-        case "wandb":
-            module = "wandb"
-        case _:
-            assert_never(name)
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(PACKAGES[name])
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"`trackers={(name,)!r}` needs {error.name}: pip install 'jgpt[{name}]'"
         ) from None
 
 
-class Trackers:
-    """The open trackers of a run. One that fails is not called again."""
+@contextlib.contextmanager
+def open_trackers(
+    config: TrainConfig, run: Path, *, is_new: bool, warn: Callable[[str], None]
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open the trackers of a run in process 0; yield a function that logs a line of metrics.
 
-    def __init__(self) -> None:
-        self._open: dict[str, Tracker] = {}
-        self.failure: OSError | None = None
-        """The first error of a tracker, which doesn't prevent the state from being saved."""
+    One that fails is warned of and not called again: the run has all of its metrics itself. They
+    write no file of their own before the first line, since a run that is overwritten is there until
+    then. Raises OSError if one can't be opened.
+    """
+    opened: dict[str, Any] = {}
+    failed: set[str] = set()
 
-    @classmethod
-    @contextlib.contextmanager
-    def opened(
-        cls,
-        config: TrainConfig,
-        run: Path,
-        *,
-        is_new: bool,
-        warn: Callable[[str], None],
-    ) -> Iterator[Self]:
-        """Open the trackers of a run in process 0. Raises OSError if one can't be.
-
-        They write no file of their own before the first line, since a run that is overwritten is
-        there until then.
-        """
-        trackers = cls()
-        try:
-            with raise_in_all_processes():
-                if process_index() == 0:
-                    for name in config.trackers:
-                        # Weights & Biases may ask for a key, and has its own time limit.
-                        with _named(name):
-                            trackers._open[name] = _open(name, run, config, is_new=is_new)
-            yield trackers
-        finally:
-            for name, tracker in trackers._open.items():
-                try:
-                    with _named(name):
-                        tracker.close()
-                except OSError as error:  # training has ended
-                    warn(str(error))
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Log a line of metrics."""
+    def log(line: dict[str, Any]) -> None:
         values = {name: value for name, value in line.items() if value is not None}
         step = values.pop("step")
-        for name, tracker in list(self._open.items()):
+        for name, tracker in opened.items():
+            if name in failed:
+                continue
             try:
-                with _named(name):
-                    tracker.log(values, step)
-            except OSError as error:
-                del self._open[name]
-                self.failure = self.failure or error
+                tracker.log(values, step)
+            except Exception as error:  # of the package's own kinds
+                failed.add(name)
+                warn(f"{_describe_failure(name, error)}: training goes on without it")
 
-
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Raise OSError, naming the tracker, for the errors of its package, which has its own kinds."""
     try:
-        yield
-    except Exception as error:
-        raise OSError(
-            f"`trackers={(name,)!r}` has failed ({str(error) or repr(error)}); the run is intact: "
-            "use `resume=True`, with an empty list of trackers to go on without"
-        ) from error
+        with raise_in_all_processes():
+            if process_index() == 0:
+                for name in config.trackers:
+                    # Weights & Biases may ask for a key, and has its own time limit.
+                    try:
+                        opened[name] = _open(name, run, config, is_new=is_new)
+                    except Exception as error:
+                        raise OSError(_describe_failure(name, error)) from error
+        yield log
+    finally:
+        for name, tracker in opened.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                warn(_describe_failure(name, error))
 
 
-def _open(name: TrackerName, run: Path, config: TrainConfig, *, is_new: bool) -> Tracker:
+def _describe_failure(name: str, error: Exception) -> str:
+    return f"`trackers={(name,)!r}` has failed ({str(error) or repr(error)})"
+
+
+def _open(name: TrackerName, run: Path, config: TrainConfig, *, is_new: bool) -> Any:
     package = require_tracker(name)
     if name == "wandb":
         return _Wandb(package, run, config, is_new=is_new)

@@ -21,10 +21,7 @@ WORK_PER_CALL = 100_000_000_000
 seconds."""
 BATCHES_PER_SUM = 4096
 """The number of batches after which the float32 sum of losses is added to a float64 sum. Over 10
-million batches, float32 alone is off by 0.0001 nats. Smaller splits keep the sum of earlier
-versions."""
-RESIDENT_WINDOWS = 1 << 26
-"""The size in bytes up to which windows stay on the device between evaluations."""
+million batches, float32 alone is off by 0.0001 nats."""
 
 Between = Callable[[int, int], None]
 """A function that is called before each of several calls, with the number of targets evaluated so
@@ -62,8 +59,7 @@ class Evaluator:
     """The mean loss of held-out targets, computed for any weights of a config's model.
 
     Batches are as large as micro-batches, which fit the device. A call of the compiled step takes
-    as many batches as `WORK_PER_CALL` allows. If the windows are small, they stay on the device;
-    otherwise only those of two calls are there.
+    as many batches as `WORK_PER_CALL` allows, and only the windows of two calls are on the device.
     """
 
     @typed
@@ -88,10 +84,6 @@ class Evaluator:
         self._batches_per_call = min(affordable_batches, self._batches)
         self._evaluate_windows = make_eval_step(config.model)
         self._zero = np.zeros((), loss_dtype(config.model))
-        self._resident: list[Call] | None = None
-        tokens = self._batches * self._rows * (self._block_size + 1)
-        if 4 * tokens <= RESIDENT_WINDOWS:  # an int32 has 4 bytes
-            self._resident = list(self._calls())
 
     @typed
     def mean(self, weights: Weights, between: Between = lambda done, targets: None) -> float:
@@ -100,7 +92,7 @@ class Evaluator:
         Each call adds to the sum of the call before on the device, so that the number of batches in
         a call changes no bit of the result.
         """
-        calls = iter(self._resident or self._calls())
+        calls = self._calls()
         total = 0.0  # a Python float is a float64
         partial = self._zero
         batches_in_partial = 0

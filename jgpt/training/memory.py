@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jgpt.config import TrainConfig
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import abstract_mesh, current_mesh
+from jgpt.training.objective import objective_of
 from jgpt.training.placement import bytes_on_each
 from jgpt.training.state import abstract_state, dropout_stream, state_specs
 from jgpt.training.step import make_train_steps
@@ -37,7 +39,10 @@ def lower_steps(config: TrainConfig) -> jax.stages.Lowered:
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return make_train_steps(config).lower(state, windows, key, number, number, number)
+    _, held = objective_of(config)
+    arrays = rules.abstract_arrays(held, [PartitionSpec() for _ in held])  # on each device
+    numbers = number, number, number
+    return make_train_steps(config).lower(state, windows, key, *numbers, arrays=arrays)
 
 
 def compile_steps(config: TrainConfig) -> jax.stages.Compiled:

@@ -1,9 +1,8 @@
 """Optimizers: AdamW, Muon, schedules, weight decay, clipping and averaged weights."""
 
-import contextlib
 import fnmatch
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
@@ -25,9 +24,8 @@ from jgpt.nn.stacking import (
 from jgpt.parallel.rules import Dimensions, replicate
 from jgpt.shapes.contract import typed
 from jgpt.training.schedule import learning_rate_schedule
-from jgpt.user_code import describe_error, require_code, takes_model
+from jgpt.user_code import require_code, takes_model
 
-NO_STEP = "the optimizer can't take a step: "
 OptimizerGroup = Literal["muon", "embedding", "adamw"]
 LikeWeights = PyTree[Float[Array, "?*shape"], "Weights"]
 """Weights, gradients or updates: trees with the weights' structure and the shape of each leaf."""
@@ -137,11 +135,10 @@ def make_optimizer(
     `weight_dimensions`. A custom optimizer may ask for the config of the `model`.
     """
     if config.make is not None:
-        made = _trained_alone(_custom(config, steps, model), config.trainable)
-        optimizer = evaluate_schedule_free(_in_float32(made))
+        made = _custom(config, steps, model)
     else:
-        made = _trained_alone(_built_in(config, steps, dimensions), config.trainable)
-        optimizer = _in_float32(made)
+        made = _built_in(config, steps, dimensions)
+    optimizer = _in_float32(_trained_alone(made, config.trainable))
     if config.ema_decay > 0:
         return average_weights(optimizer, config.ema_decay)
     return optimizer
@@ -165,30 +162,16 @@ def _custom(
     optimizer = optax.with_extra_args_support(optimizer)
     if model is not None and uses_stacked_blocks(model):
         optimizer = _for_each_block(optimizer)
-    clip = None
-    if config.gradient_clip > 0:
-        clip = clip_by_global_norm(config.gradient_clip)
-
-    def init(params: Any) -> Any:
-        with _failing_in_one_line():
-            return optimizer.init(params)
+    if config.gradient_clip == 0:
+        return optimizer
+    clip = clip_by_global_norm(config.gradient_clip)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        if clip is not None:
-            # optax.chain would make the state a pair; a checkpoint has the optimizer's own.
-            updates, _ = clip.update(updates, clip.init(params), params)
-        with _failing_in_one_line():
-            changes, next_state = optimizer.update(updates, state, params, **extra)
-            changed = []
-            if not _is_alike(changes, updates):
-                changed.append("its updates are not like the gradients")
-            if not _is_alike(next_state, state):
-                changed.append("its state changes")
-        if changed:
-            raise ValueError(f"{NO_STEP}{' and '.join(changed)}, in structure or shapes")
-        return changes, next_state
+        # optax.chain would make the state a pair; a checkpoint has the optimizer's own.
+        clipped, _ = clip.update(updates, clip.init(params), params)
+        return optimizer.update(clipped, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _for_each_block(
@@ -204,49 +187,35 @@ def _for_each_block(
         return UnstackedState(optimizer.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        if "grad" in extra:
-            extra["grad"] = unstack_blocks(extra["grad"])
-        for name in ("value_fn", "obj_fn"):
-            if name in extra:
-                extra[name] = _function_of_blocks(extra[name])
         apart = (unstack_blocks(updates), state.of_blocks, unstack_blocks(params))
-        changes, next_state = optimizer.update(*apart, **extra)
+        seen = _extra_as_seen(extra, unstack_blocks, stack_blocks)
+        changes, next_state = optimizer.update(*apart, **seen)
         return stack_blocks(changes), UnstackedState(next_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _function_of_blocks(function: Any) -> Any:
-    """Return a function of weights with the blocks apart."""
+def _extra_as_seen(
+    extra: dict[str, Any], seen: Callable[[Any], Any], whole: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Return the extra arguments of an update for an optimizer that sees other weights.
 
-    def value_fn(weights: Any, obj_fn: Any = None) -> Any:
-        return function(stack_blocks(weights))
-
-    return value_fn
-
-
-@contextlib.contextmanager
-def _failing_in_one_line() -> Iterator[None]:
-    """Raise ValueError for an error of an optimizer, unless it names a line of the user's file.
-
-    Training traces a step before anything is written.
+    `seen` maps weights or gradients to those that it sees, and `whole` maps weights back.
     """
-    try:
-        yield
-    except Exception as error:
-        if describe_error(error) is not None:
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{NO_STEP}{type(error).__name__}: {reason}") from error
 
+    def of_seen(function: Any) -> Any:
+        def value_fn(weights: Any, obj_fn: Any = None) -> Any:
+            return function(whole(weights))
 
-def _is_alike(tree: Any, other: Any) -> bool:
-    """Return whether two trees have one structure and the same shapes."""
-    leaves, structure = jax.tree.flatten(tree)
-    other_leaves, other_structure = jax.tree.flatten(other)
-    if structure != other_structure:
-        return False
-    return list(map(jnp.shape, leaves)) == list(map(jnp.shape, other_leaves))
+        return value_fn
+
+    converters = {"grad": seen, "value_fn": of_seen, "obj_fn": of_seen}
+    converted = {}
+    for name, value in extra.items():
+        if name in converters:
+            value = converters[name](value)
+        converted[name] = value
+    return converted
 
 
 def _trained_alone(
@@ -282,23 +251,10 @@ def _trained_alone(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         # optax masks the updates and the parameters, but no other arguments.
-        if "grad" in extra:
-            extra["grad"] = trained_alone(extra["grad"])
-        for name in ("value_fn", "obj_fn"):
-            if name in extra:
-                extra[name] = _function_of_trained(extra[name], params)
-        return partitioned.update(updates, state, params, **extra)
+        seen = _extra_as_seen(extra, trained_alone, lambda tree: _with_masked_from(tree, params))
+        return partitioned.update(updates, state, params, **seen)
 
     return optax.GradientTransformationExtraArgs(partitioned.init, update)
-
-
-def _function_of_trained(function: Any, params: Any) -> Any:
-    """Return a function of the trained parameters alone; the others are those of `params`."""
-
-    def value_fn(trained: Any, obj_fn: Any = None) -> Any:
-        return function(_with_masked_from(trained, params))
-
-    return value_fn
 
 
 def _with_masked_from(tree: Any, other: Any) -> Any:
@@ -471,13 +427,7 @@ def average_weights(
     def init(params: Weights) -> AverageState:
         # both are donated, so that they can't share memory
         trained = jax.tree.map(jnp.copy, params)
-        optimizer_state = optimizer.init(params)
-        if isinstance(optimizer_state, ScheduleFree):
-            raise ValueError(
-                f"`ema_decay={decay!r}` averages weights, as a schedule-free optimizer does "
-                "itself: give `ema_decay=0`"
-            )
-        return AverageState(trained, optimizer_state, jnp.zeros((), jnp.int32))
+        return AverageState(trained, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     @typed
     def update(
@@ -503,55 +453,26 @@ def average_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class ScheduleFree(NamedTuple):
-    """The state of `evaluate_schedule_free`."""
+def evaluated_weights(weights: Any, state: Any) -> Any:
+    """Return the weights to evaluate in place of those that a train state has; None for the same.
 
-    trained: Weights
-    """The weights at which gradients are taken, y in the paper."""
-    optimizer: Any
-
-
-def evaluate_schedule_free(
-    optimizer: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Wrap a schedule-free optimizer so that the train state holds the weights to evaluate.
-
-    It takes gradients at y and evaluates x, an average of the iterates (Defazio et al. 2024,
-    section 2). Other optimizers are left as they are; only their state tells them apart.
+    A schedule-free optimizer takes gradients at y and evaluates x, an average of the iterates
+    (Defazio et al. 2024, section 2). Only its state tells it apart from others.
     """
+    schedule_free = _schedule_free_state(state)
+    if schedule_free is None:
+        return None
 
-    def init(params: Weights) -> Any:
-        state = optimizer.init(params)
-        if _schedule_free_state(state) is None:
-            return state
-        # both are donated, so that they can't share memory
-        return ScheduleFree(jax.tree.map(jnp.copy, params), state)
-
-    @typed
-    def update(
-        updates: LikeWeights, state: Any, params: LikeWeights | None = None, **extra: Any
-    ) -> tuple[Updates, Any]:
-        if not isinstance(state, ScheduleFree):
-            return optimizer.update(updates, state, params, **extra)
-        updates, inner = optimizer.update(updates, state.optimizer, state.trained, **extra)
-        trained = optax.apply_updates(state.trained, updates)
-        evaluated = _evaluated_weights(_schedule_free_state(inner), trained)
-        return jax.tree.map(jnp.subtract, evaluated, params), ScheduleFree(trained, inner)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _evaluated_weights(state: Any, trained: Any) -> Any:
-    """Return x for y. Frozen parameters, of which the state has no z, are the same in both."""
-
+    # Frozen parameters, of which the state has no z, are the same in both.
     def masked_as_state(z: Any, y: Any) -> Any:
         if _is_masked(z):
             return z
         return y
 
-    y = jax.tree.map(masked_as_state, state.z, trained, is_leaf=_is_masked)
-    x = optax.contrib.schedule_free_eval_params(state, y)
-    return _with_masked_from(x, trained)
+    y = jax.tree.map(masked_as_state, schedule_free.z, weights, is_leaf=_is_masked)
+    x = optax.contrib.schedule_free_eval_params(schedule_free, y)
+    whole = _with_masked_from(x, weights)
+    return jax.tree.map(lambda leaf, of_y: leaf.astype(of_y.dtype), whole, weights)
 
 
 def _schedule_free_state(state: Any) -> Any:
@@ -570,6 +491,6 @@ def _schedule_free_state(state: Any) -> Any:
 def trained_weights(weights: LikeWeights, state: Any) -> LikeWeights:
     """Return the weights to differentiate at: the trained ones if `weights` is an average, else
     `weights`."""
-    if isinstance(state, (AverageState, ScheduleFree)):
+    if isinstance(state, AverageState):
         return state.trained
     return weights

@@ -1,13 +1,11 @@
 """Plans: the memory and compute of a run before it starts."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from jgpt.config import TrainConfig
 from jgpt.data.dataset import Dataset
 from jgpt.nn.costs import flops_per_token, parts_of
-from jgpt.parallel.mesh import abstract_mesh
 from jgpt.training.evaluation import targets_of
 from jgpt.training.memory import TrainingMemory, training_memory
 
@@ -25,9 +23,6 @@ class Plan:
     flops: int
     """The FLOPs of all steps."""
     evaluation_targets: int
-    process_memory: int | None = None
-    """The peak memory of the process on a CPU, in bytes: the memory of its devices, and of Python,
-    JAX, compilation and the data. None on other hardware."""
 
 
 def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
@@ -44,13 +39,3 @@ def make_plan(config: TrainConfig, dataset: Dataset, out: Path) -> Plan:
         flops=3 * flops_per_token(config.model) * tokens,
         evaluation_targets=targets_of(config, len(dataset.validation)),
     )
-
-
-def with_process_memory(plan: Plan, used: int | None) -> Plan:
-    """Complete the plan for a CPU; `used` is the memory of the process without a state and its
-    steps."""
-    if used is None or plan.memory is None:
-        return plan
-    devices = abstract_mesh(plan.config.mesh).size
-    on_devices = devices * (plan.memory.state + plan.memory.working)
-    return dataclasses.replace(plan, process_memory=used + on_devices)

@@ -224,14 +224,16 @@ def _update(
 def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     """Make a jitted function that takes `count` steps, on the first `count` windows.
 
-    It maps (state, windows, key, count, first_step, taken=None) to (state, metrics). `first_step`
-    is the number of steps taken before the call, and one program serves every count. The state is
-    donated. If the loss or gradient of a step is not finite, this step and all later ones are
-    skipped. A later call skips its steps, too, if it is given the `metrics.taken` of the call
-    before. Raises ValueError for a config with a mesh that is not set.
+    It maps (state, windows, key, count, first_step, taken=None, arrays=None) to (state, metrics).
+    `first_step` is the number of steps taken before the call, and one program serves every count.
+    The state is donated. If the loss or gradient of a step is not finite, this step and all later
+    ones are skipped. A later call skips its steps, too, if it is given the `metrics.taken` of the
+    call before. The `arrays` that an objective holds, such as a teacher's, are those of
+    `placed_arrays`; without them they are constants of the program. Raises ValueError for a config
+    with a mesh that is not set.
     """
     require_mesh(config.mesh)
-    setup, objective_arrays = _set_up(config)
+    setup, held = _set_up(config)
 
     @typed
     def steps(
@@ -241,8 +243,10 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         count: Int[Array, ""],
         first_step: Int[Array, ""],
         taken: Int[Array, ""] | None = None,
-        arrays: Any = (),
+        arrays: Any = None,
     ) -> tuple[State, Metrics]:
+        if arrays is None:
+            arrays = held
         # A call is dispatched before it is known whether the call before ended with finite values.
         if taken is None:
             taken = first_step
@@ -276,10 +280,7 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
         losses, norms, rates, extra = metrics
         return state, Metrics(losses, norms, rates, taken, extra)
 
-    jitted = jax.jit(steps, donate_argnums=0)
-    if not objective_arrays:
-        return jitted
-    return StepsWithArrays(jitted, objective_arrays)
+    return jax.jit(steps, donate_argnums=0)
 
 
 def _set_up(config: TrainConfig) -> tuple[StepSetup, list[Any]]:
@@ -313,44 +314,10 @@ def _make_loss(config: TrainConfig) -> tuple[LossFunction, list[Any]]:
     return loss_of, objective_arrays
 
 
-class StepsWithArrays:
-    """Jitted or compiled train steps that get an objective's arrays as their last argument.
-
-    On a mesh, every device has a copy of them.
-    """
-
-    def __init__(self, steps: Any, arrays: list[Any]) -> None:
-        self._steps = steps
-        self._arrays = arrays
-
-    def __call__(self, *args: Any) -> Any:
-        """Take the steps."""
-        return self._steps(*args, arrays=self._placed)
-
-    def trace(self, *args: Any) -> jax.stages.Traced:
-        """Trace the steps for these arguments."""
-        return self._steps.trace(*args, arrays=self._abstract())
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lower the steps for these arguments."""
-        return self._steps.lower(*args, arrays=self._abstract())
-
-    def eval_shape(self, *args: Any) -> Any:
-        """Return the shapes of the result for these arguments."""
-        return self._steps.eval_shape(*args, arrays=self._abstract())  # type: ignore[attr-defined]
-
-    # Once, not in each call, and only for devices that exist: others are compiled for ahead.
-    @functools.cached_property
-    def _placed(self) -> list[Any]:
-        if current_mesh().empty:
-            return self._arrays
-        return jax.device_put(self._arrays, rules.shardings(self._specs()))
-
-    def _abstract(self) -> list[Any]:
-        return rules.abstract_arrays(self._arrays, self._specs())
-
-    def _specs(self) -> list[PartitionSpec]:
-        return [PartitionSpec() for _ in self._arrays]  # replicated
+def placed_arrays(config: TrainConfig) -> list[Any]:
+    """Return the arrays that a config's objective holds; on a mesh, every device has a copy."""
+    _, arrays = objective_of(config)
+    return jax.device_put(arrays, rules.shardings([PartitionSpec() for _ in arrays]))
 
 
 # --- evaluation -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_lines_are_cut_off_after_a_step_and_half_a_line_is_none(tmp_path):
         ("run/checkpoints", "checkpoints is not a run directory: it has no config.json"),
         ("one", "one is not a run directory: it has no config.json (did you mean runs/one?)"),
         ("run/checkpoints/11", "is a checkpoint, not a run directory: give run and `which=11`"),
-        ("model", "model is a Hugging Face model, not a run: make a run of it with jgpt import"),
+        ("model", "model is not a run: jgpt import makes a run of a Hugging Face model"),
     ],
 )
 def test_a_path_that_is_no_run_s_is_not_opened(path, reason, tmp_path, monkeypatch):
@@ -51,7 +51,6 @@ def test_a_path_that_is_no_run_s_is_not_opened(path, reason, tmp_path, monkeypat
     (tmp_path / "run" / "checkpoints" / "11").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
 
     with pytest.raises(FileNotFoundError, match=f"{re.escape(reason)}$"):
         RunDirectory.open(path)
@@ -65,16 +64,14 @@ def test_a_word_names_a_run_and_a_step(tmp_path):
     assert run_and_step(odd) == (odd, None)
 
 
-def test_the_latest_run_is_the_one_that_was_written_to_last(tmp_path, monkeypatch):
+def test_the_latest_run_is_the_one_that_was_saved_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="the folder runs has no run"):
         RunDirectory.latest()
-    for seconds, file in enumerate(("one/config.json", "two/config.json", "other/notes.txt"), 1):
-        path = tmp_path / "runs" / file
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
-        os.utime(path, (seconds, seconds))
+    for seconds, name in enumerate(("one", "two"), 1):
+        run = make_run(tmp_path / "runs" / name)
+        os.utime(run.checkpoints, (seconds, seconds))
+    (tmp_path / "runs" / "other").mkdir()
     assert str(RunDirectory.latest()) == os.path.join("runs", "two")
-    metrics = tmp_path / "runs" / "one" / "metrics.jsonl"
-    metrics.write_text("")  # the first run goes on
+    (tmp_path / "runs" / "one" / "checkpoints" / "8").mkdir()  # the first run goes on
     assert str(RunDirectory.latest()) == os.path.join("runs", "one")

@@ -27,7 +27,6 @@ from jgpt.nn.loss import token_losses
 from jgpt.runs import run as run_module
 from jgpt.runs.checkpoints import loss_of
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.evaluate import _perplexity
 from jgpt.runs.fit import TrainingStopped
 from jgpt.training import evaluation
 from tests.runs.harness import BIGRAM, Heard, kill_resume, path_of, with_changes
@@ -156,11 +155,6 @@ def test_a_run_for_a_mesh_is_evaluated_on_one_device(poem, tmp_path):
     found = evaluate(tmp_path / "run")
 
     assert found.loss == pytest.approx(loss_by_hand(model, tokens, 7), rel=1e-5)
-
-
-def test_a_perplexity_that_no_float_holds_is_infinite():
-    assert _perplexity(709.0) == math.exp(709)
-    assert _perplexity(710.0) == math.inf
 
 
 # --- within training -----------------------------------------------------------------------------

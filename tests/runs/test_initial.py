@@ -203,26 +203,7 @@ def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_tokenizer_of_the_weights_may_be_named(tmp_path):
-    tokenizer = jgpt.BPETokenizer.train(["abcdefgh " * 40], 263)
-    tokenizer.to_hf().model.save(str(tmp_path))
-    files = {"tokenizer": "gpt2", "tokenizer_files": str(tmp_path)}
-
-    require_named_tokenizer("it", tokenizer, {"tokenizer": "bpe", "bpe_vocab_size": 263})
-    require_named_tokenizer("it", tokenizer, files)
-
-    with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='char'`"):
-        require_named_tokenizer("it", tokenizer, {"tokenizer": "char"})
-    jgpt.BPETokenizer.train(["hgfedcba " * 40], 263).to_hf().model.save(str(tmp_path))
-    with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer_files="):
-        require_named_tokenizer("it", tokenizer, files)
-
-
-def test_a_config_or_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
-    other = dataclasses.replace(config.dataset, tokenizer="byte")
-    with pytest.raises(ValueError, match="which the run takes: leave out `tokenizer='byte'`"):
-        jgpt.fit(dataclasses.replace(config, dataset=other), initial=trained.path, progress=None)
-
+def test_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
     size = trained.tokenizer.vocab_size
     numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
     with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):

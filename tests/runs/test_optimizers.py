@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 
 import jgpt
 from jgpt.runs.fit import TrainingStopped
-from jgpt.training.optimizer import ScheduleFree, make_optimizer, trained_weights
+from jgpt.training.optimizer import evaluated_weights, make_optimizer
 from tests.commands import jgpt as command
 from tests.runs.harness import path_of, stopping
 
@@ -142,43 +141,6 @@ def test_a_state_of_one_array_or_none_is_saved_and_resumed_bitwise(make, config,
     assert run.validation_loss == resumed.validation_loss
 
 
-def lookahead(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    return optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
-
-
-def transposing(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    return optax.stateless(lambda updates, params: jax.tree.map(lambda leaf: leaf[None], updates))
-
-
-def growing(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return updates, (state, state)
-
-    return optax.GradientTransformation(lambda params: jnp.zeros(3), update)
-
-
-def misplaced(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    adam = optax.adam(config.learning_rate)
-    return optax.GradientTransformation(lambda params: adam.init({"a": jnp.zeros(3)}), adam.update)
-
-
-NO_STEP = {
-    misplaced: "the optimizer can't take a step: ValueError: pytree structure error",
-    lookahead: "the optimizer can't take a step: AttributeError: 'dict' object has no attribute",
-    transposing: "the optimizer can't take a step: its updates are not like the gradients",
-    growing: "the optimizer can't take a step: its state changes",
-}
-
-
-@pytest.mark.parametrize("make", NO_STEP)
-def test_an_optimizer_that_can_t_take_a_step_is_refused_in_one_line(make, config):
-    with pytest.raises(ValueError, match=r".") as caught:
-        jgpt.fit(config, optimizer=make, progress=None)
-    assert NO_STEP[make] in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not Path(config.out).exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKES)
 def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
@@ -198,29 +160,21 @@ def doubled(tree: Any) -> Any:
 
 
 def test_a_schedule_free_optimizer_evaluates_x_and_trains_y():
-    weights: Any = {"a": jnp.array([1.0, -2.0, 3.0])}
+    y: Any = {"a": jnp.array([1.0, -2.0, 3.0])}
     config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, learning_rate=0.1)
-    wrapped = make_optimizer(config, 9)
-    plain = schedule_free(config, 9)
-    state = wrapped.init(weights)
-    plain_state = plain.init(weights)
-    evaluated: Any = weights
-    y: Any = weights
-    assert isinstance(state, ScheduleFree)
+    optimizer = make_optimizer(config, 9)
+    state = optimizer.init(y)
 
     for _ in range(3):
-        updates, plain_state = plain.update(doubled(y), plain_state, y)
+        updates, state = optimizer.update(doubled(y), state, y)
         y = optax.apply_updates(y, updates)
 
-        gradients = doubled(trained_weights(evaluated, state))
-        updates, state = wrapped.update(gradients, state, evaluated)
-        evaluated = optax.apply_updates(evaluated, updates)
-
-    x: Any = optax.contrib.schedule_free_eval_params(plain_state, y)
-    trained: Any = trained_weights(evaluated, state)
-    np.testing.assert_allclose(trained["a"], y["a"], rtol=1e-6)
-    np.testing.assert_allclose(evaluated["a"], x["a"], rtol=1e-5)
+    x = evaluated_weights(y, state)
+    expected: Any = optax.contrib.schedule_free_eval_params(state, y)
+    np.testing.assert_array_equal(x["a"], expected["a"])
     assert abs(x["a"] - y["a"]).max() > 1e-3
+    plain = make_optimizer(jgpt.OptimizerConfig(), 9)
+    assert evaluated_weights(y, plain.init(y)) is None
 
 
 def trained_as(make: Any, weights: Any, value_of: Any, **options: Any) -> Any:
@@ -229,12 +183,11 @@ def trained_as(make: Any, weights: Any, value_of: Any, **options: Any) -> Any:
     optimizer = make_optimizer(config, 9)
     state = optimizer.init(weights)
     for _ in range(3):
-        at = trained_weights(weights, state)
-        value, gradients = jax.value_and_grad(value_of)(at)
+        value, gradients = jax.value_and_grad(value_of)(weights)
         extra: Any = {"value": value, "grad": gradients, "value_fn": value_of, "obj_fn": value_of}
         updates, state = optimizer.update(gradients, state, weights, **extra)
         weights = optax.apply_updates(weights, updates)
-    return weights
+    return evaluated_weights(weights, state) or weights
 
 
 @pytest.mark.parametrize("name", ["plateau", "lbfgs", "sophia", "schedule_free"])
@@ -257,17 +210,6 @@ def test_beside_frozen_parameters_the_others_are_trained_as_if_alone(name):
     np.testing.assert_allclose(both["b"], alone["b"], rtol=1e-6)
     assert abs(both["b"] - moving).max() > 1e-3
     assert abs(all_trained["a"] - frozen).max() > 1e-3
-
-
-def test_a_schedule_free_optimizer_is_not_averaged_twice():
-    weights: Any = {"a": jnp.array([1.0, -2.0, 3.0])}
-    config = jgpt.OptimizerConfig(make=schedule_free, gradient_clip=0, ema_decay=0.9)
-    optimizer = make_optimizer(config, 9)
-
-    with pytest.raises(
-        ValueError, match="a schedule-free optimizer does itself: give `ema_decay=0`"
-    ):
-        optimizer.init(weights)
 
 
 def test_mup_gets_the_models_width_and_a_field_of_its_own(config):

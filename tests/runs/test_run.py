@@ -169,7 +169,7 @@ def test_a_run_has_its_files_its_best_and_its_last_state(trained):
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         best = run.load("best", {"moments": jax.eval_shape(init)["moments"]})
         assert best["moments"][1][0] == 2
-        with pytest.raises(ValueError, match="has no average: it has key, model, moments, nothing"):
+        with pytest.raises(ValueError, match=r"it is damaged, or of another model .*average"):
             run.load("last", {"average": restored["model"]})
 
     opened = jgpt.load(out)
@@ -283,7 +283,7 @@ def test_a_start_that_is_refused_changes_nothing(copy, options, message):
 def test_no_run_goes_into_a_folder_of_something_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for options in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(FileExistsError, match="it has files, but no config"):
+        with pytest.raises(FileExistsError, match="is not a run directory, and has other files"):
             start(tmp_path, **options).__enter__()
     assert contents(tmp_path) == {"notes.txt": b"mine"}
 
@@ -618,7 +618,10 @@ def test_code_is_copied_and_a_change_is_said(tmp_path, out):
 
     files[1].write_text("width = 4\n")
     with start(out, code=files, resume=True) as run:
-        assert run.changed_code() == [f"{files[1]} has changed since the run began"]
+        copy = out / "code" / "layers.py"
+        assert run.changed_code() == [
+            f"layers.py has changed since the run began; a copy is {copy}"
+        ]
         assert (out / "code" / "layers.py").read_text() == "width = 3\n"
         run.restore(init)
     assert (out / "code" / "layers.py").read_text() == "width = 4\n"

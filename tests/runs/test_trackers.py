@@ -16,7 +16,7 @@ from jgpt import OptimizerConfig, TrainConfig, fit
 from jgpt.fields import as_dict
 from jgpt.runs import trackers
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.trackers import Trackers, require_tracker
+from jgpt.runs.trackers import open_trackers, require_tracker
 from tests.commands import files_of_at_most
 from tests.runs.harness import BIGRAM, Heard, contents, with_changes
 
@@ -33,16 +33,17 @@ def events_of(folder):
             data = data[16 + size :]
 
 
-def opened(folder, name, *, is_new=True, config=None):
+def opened(folder, name, *, is_new=True, config=None, warn=lambda _: None):
+    """What logs a line to a tracker."""
     config = dataclasses.replace(config or TrainConfig(), trackers=(name,))
-    return Trackers.opened(config, folder, is_new=is_new, warn=lambda _: None)
+    return open_trackers(config, folder, is_new=is_new, warn=warn)
 
 
 def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path):
     """TensorBoard hides what is at or after the step of a start: here 5, and not 4."""
-    with opened(tmp_path, "tensorboard", is_new=False) as tracker:
-        tracker.log({"step": 5, "loss": 2.5, "validation_loss": 2.25, "undefined": None})
-        tracker.log({"step": 6, "loss": 1.5})
+    with opened(tmp_path, "tensorboard", is_new=False) as log:
+        log({"step": 5, "loss": 2.5, "validation_loss": 2.25, "undefined": None})
+        log({"step": 6, "loss": 1.5})
     written = list(events_of(tmp_path / "tensorboard"))
     assert written[0].file_version == "brain.Event:2"
     starts = [each.step for each in written if each.session_log.status == events.SessionLog.START]
@@ -57,8 +58,8 @@ def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path)
 
 def test_tensorboard_has_a_file_for_each_start_even_in_one_second(tmp_path):
     for step in (1, 3):
-        with opened(tmp_path, "tensorboard") as tracker:
-            tracker.log({"step": step, "loss": 2.5})
+        with opened(tmp_path, "tensorboard") as log:
+            log({"step": step, "loss": 2.5})
     assert len(list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))) == 2
 
 
@@ -83,8 +84,8 @@ def test_wandb_goes_on_with_the_run_of_the_directory_and_gets_its_config(tmp_pat
     config = TrainConfig(steps=70, optimizer=OptimizerConfig(beta1=0.8), trackers=("wandb",))
     for first_step in (0, 4):
         is_new = first_step == 0
-        with opened(tmp_path, "wandb", is_new=is_new, config=config) as tracker:
-            tracker.log({"step": first_step + 1, "loss": 2.5})
+        with opened(tmp_path, "wandb", is_new=is_new, config=config) as log:
+            log({"step": first_step + 1, "loss": 2.5})
     assert wandb.logged == [(1, {"loss": 2.5}), "end", (5, {"loss": 2.5}), "end"]
     assert wandb.begun[0] == wandb.begun[1]
     assert wandb.begun[0] == {
@@ -141,32 +142,24 @@ def dead_service() -> None:
 @pytest.mark.parametrize(
     ("fail", "reason"),
     [
-        (full_disk, "No space left on device"),
+        (full_disk, "[Errno 28] No space left on device"),
         pytest.param(dead_service, "the service has ended", marks=pytest.mark.slow),
     ],
 )
-def test_a_tracker_that_fails_ends_the_run_with_one_line_and_its_state(
+def test_a_tracker_that_fails_is_warned_of_and_training_goes_on_without_it(
     small_run, tmp_path, use, fail, reason
 ):
     tracker = Failing(3, fail)
     use(lambda *_, **__: tracker)
-    config = with_changes(small_run, **BIGRAM, steps=200, out=str(tmp_path / "run"))
-    with_tracker = dataclasses.replace(config, trackers=("wandb",))
-    shorter = dataclasses.replace(config, trackers=(), steps=20)
-    message = rf"^`trackers=\('wandb',\)` has failed \(.*{reason}\).*`resume=True`"
+    config = with_changes(small_run, **BIGRAM, steps=8, out=str(tmp_path / "run"))
+    heard = Heard()
 
-    with pytest.raises(OSError, match=message):
-        fit(with_tracker, progress=None)
+    fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
 
-    assert tracker.steps[-1] == 3  # and it is not called again
-    run = RunDirectory(tmp_path / "run")
-    last_step = run.metrics()[-1]["step"]
-    assert last_step < 200
-    assert run.checkpoint_steps()[-1] == last_step
-
-    fit(shorter, resume=True, progress=None)
-
-    assert run.checkpoint_steps()[-1] == 20
+    first, *_ = heard.messages
+    assert first == f"`trackers=('wandb',)` has failed ({reason}): training goes on without it"
+    assert tracker.steps == [1, 2, 3]
+    assert len(RunDirectory(tmp_path / "run").metrics()) == 8
 
 
 def test_a_tracker_is_given_every_line_and_told_whether_the_run_is_resumed(
@@ -218,18 +211,16 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, use):
     fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
     (message,) = heard.messages
 
-    assert message.startswith("`trackers=('wandb',)` has failed (the service has ended); the run")
+    assert message.startswith("`trackers=('wandb',)` has failed (the service has ended)")
 
 
 def test_tensorboard_on_a_full_disk_fails_instead_of_waiting_for_its_thread(tmp_path):
-    with opened(tmp_path, "tensorboard") as tracker, files_of_at_most(4096):
-        open_tracker = tracker._open["tensorboard"]
+    said: list[str] = []
+    with opened(tmp_path, "tensorboard", warn=said.append) as log, files_of_at_most(4096):
         for step in range(10_000):
-            tracker.log({"step": step, "loss": 2.5})
-            if tracker.failure is not None:
-                break
-    open_tracker.close()
-    assert "File too large" in str(tracker.failure)
+            log({"step": step, "loss": 2.5})
+    (message,) = said
+    assert "File too large" in message
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

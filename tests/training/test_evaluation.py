@@ -105,10 +105,7 @@ def seen(monkeypatch) -> Iterator[list[Any]]:
     return calls  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("resident", [True, False])
-def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
-    weights, seen, resident, monkeypatch
-):
+def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, seen, monkeypatch):
     """Seventeen batches of four windows: all at once, or five in each of four calls."""
     # all in one call, as the compiled function itself gives it
     in_one_call = Evaluator(SMALL, TOKENS)
@@ -121,21 +118,13 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(
     # in four calls
     seen.clear()
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-    if not resident:
-        monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
     progress: list[Any] = []
     evaluator = Evaluator(SMALL, TOKENS)
     found = evaluator.mean(weights, lambda *done: progress.append(done))
-    windows_of_calls = [windows for _, windows in seen]
     assert found == expected
     assert progress == [(0, 399), (120, 399), (240, 399), (360, 399)]
-    assert [windows.shape for windows in windows_of_calls] == [(5, 4, 7)] * 4
-
-    # windows that are small stay on the device, and no call is compiled again
-    seen.clear()
+    assert [windows.shape for _, windows in seen] == [(5, 4, 7)] * 4
     assert evaluator.mean(weights) == expected
-    for before, (_, again) in zip(windows_of_calls, seen, strict=True):
-        assert (again is before) == resident
     for step, _ in seen:
         assert step._cache_size() == 1
 
@@ -170,7 +159,6 @@ def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypat
 
     monkeypatch.setattr(evaluation, "windows_by_number", recorded)
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-    monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
 
     evaluator = Evaluator(SMALL, TOKENS)
     assert events == []
@@ -221,7 +209,6 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
     monkeypatch.setattr(evaluation, "windows_by_number", recorded)
     monkeypatch.setattr(evaluation, "make_eval_step", make)
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
-    monkeypatch.setattr(evaluation, "RESIDENT_WINDOWS", 100)
 
     Evaluator(SMALL, TOKENS).mean(weights)
 

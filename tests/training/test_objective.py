@@ -16,7 +16,7 @@ from jgpt.nn.models import abstract_model
 from jgpt.nn.stacking import model_merger, unstack_blocks
 from jgpt.training.objective import next_token_loss, objective_of
 from jgpt.training.state import abstract_state, dropout_stream, init_state
-from jgpt.training.step import make_train_steps
+from jgpt.training.step import make_train_steps, placed_arrays
 from tests.models import loud
 from tests.quick import only
 
@@ -102,7 +102,9 @@ def test_a_teachers_arrays_are_arguments_of_the_program():
     def constants(objective) -> int:
         config = dataclasses.replace(CONFIG, objective=objective)
         windows = jax.ShapeDtypeStruct((5, 6, 7), jnp.int32)
-        traced = make_train_steps(config).trace(abstract_state(config), windows, KEY, 2, 0)
+        arrays = placed_arrays(config)
+        arguments = abstract_state(config), windows, KEY, 2, 0
+        traced = make_train_steps(config).trace(*arguments, arrays=arrays)
         return sum(np.size(constant) for constant in traced.jaxpr.consts)
 
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(TEACHER)))

@@ -88,7 +88,7 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         from jgpt.machine import process_index
         from jgpt.parallel import processes
         from jgpt.runs.directory import SAMPLES
-        from jgpt.runs.fit import StoppedBeforeTraining, TrainingStopped, fit
+        from jgpt.runs.fit import TrainingStopped, fit
 
     screen = open_console()
     screen.quiet = process_index() != 0  # process 0 speaks for all
@@ -104,9 +104,9 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
                 progress=progress,
                 should_stop=lambda: bool(codes) or progress.reader_left,
             )
-        except StoppedBeforeTraining:
-            sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
         except TrainingStopped as stopped:
+            if stopped.step == 0:  # while the text was tokenized: there is nothing to resume
+                sys.exit(max(codes, default=128 + signals.BROKEN_PIPE))
             code = code_options(config)
             resume = shell_command("train", "--out", stopped.directory, "--resume", *code)
             lines = [str(stopped), f"resume with: {resume}"]
