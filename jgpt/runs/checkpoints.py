@@ -164,22 +164,20 @@ def choose(folder: Path, which: Which) -> int:
     """Return the step of the best checkpoint, the last one, or the one of a step.
 
     The best one is the last while none is evaluated. Raises FileNotFoundError if there are no
-    checkpoints, and ValueError for a step without one or for another word.
+    checkpoints, and ValueError for a step without one.
     """
-    if which not in ("best", "last") and type(which) is not int:
-        raise ValueError(f"`which={which!r}` must be best, last or a step")
     steps = steps_in(folder)
     if not steps:
         raise FileNotFoundError(f"{folder} has no checkpoint: the run never saved one")
-    if isinstance(which, int):
-        if which not in steps:
-            known = ", ".join(map(str, steps))
-            raise ValueError(f"{folder} has no checkpoint {which}: it has {known}")
-        return which
-    evaluated = by_loss(folder)
-    if which == "best" and evaluated:
-        return evaluated[0]
-    return steps[-1]
+    if which == "last":
+        return steps[-1]
+    if which == "best":
+        best, *_ = [*by_loss(folder), steps[-1]]
+        return best
+    if which not in steps:
+        known = ", ".join(map(str, steps))
+        raise ValueError(f"{folder} has no checkpoint {which}: it has {known}")
+    return which
 
 
 def load_checkpoint(folder: Path, which: Which, like: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -216,7 +214,7 @@ def _load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
             loaded = ocp.load_checkpointables(str(path), wanted)
     except Exception as error:  # Orbax raises many kinds
         raise ValueError(
-            f"checkpoint {path} can't be read: it is damaged, or of another model "
+            f"checkpoint {path} can't be read: it is damaged, or of another model or optimizer "
             f"({_reason(error)})"
         ) from error
     state = {}

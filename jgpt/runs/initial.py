@@ -1,12 +1,10 @@
 """The weights that a run starts from: those of a model, of another run, or of a folder."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jgpt.config import TrainConfig
@@ -14,14 +12,11 @@ from jgpt.data.characters import OwnTokenizer
 from jgpt.data.dataset import Dataset
 from jgpt.data.encode import Tokenizer
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
-from jgpt.parallel.rules import abstract_arrays
 from jgpt.runs.checkpoints import choose, load_checkpoint
 from jgpt.runs.directory import RunDirectory, run_and_step
 from jgpt.runs.load import load, load_pretrained
-from jgpt.runs.resume import MAY_DIFFER, OF_THE_STATE, different_fields
 from jgpt.training.optimizer import is_trainable
-from jgpt.training.state import State, abstract_state, state_specs
-from jgpt.user_code import custom_code, with_code
+from jgpt.training.state import State, placed_state
 from jgpt.words import did_you_mean
 
 
@@ -80,34 +75,19 @@ def _arrays_of(model: LanguageModel) -> dict[str, Any]:
 def with_moments(initial: Initial | None, config: TrainConfig) -> tuple[int, Callable[[], State]]:
     """Return the step of a run's checkpoint, and what loads its weights and moments.
 
-    Raises ValueError unless its moments are those of the config's optimizer.
+    They are loaded onto the mesh that is set, which raises ValueError for those of another
+    optimizer.
     """
     if initial is None or initial.run is None:
         raise ValueError("`with_optimizer=True` needs `initial=RUN@STEP`, whose moments it takes")
-    saved = with_code(initial.run.config(), **custom_code(config))
-    if _shapes_of(saved) == _shapes_of(config):
-        folder = initial.run.checkpoints
-        return initial.step, functools.partial(_load_state, folder, initial.step, config)
-    differences = []
-    for name, old, new in different_fields(saved, config):
-        if name.startswith(OF_THE_STATE) and name not in MAY_DIFFER:
-            differences.append(f"`{name}` is {old!r} there, {new!r} in the config")
-    raise ValueError(
-        f"the moments of {initial.source} are of another optimizer or model: "
-        f"{'; '.join(differences) or 'their arrays differ'}"
-    )
+    folder = initial.run.checkpoints
+    step = initial.step
 
+    def load_state() -> State:
+        _, state = load_checkpoint(folder, step, placed_state(config))
+        return state
 
-def _shapes_of(config: TrainConfig) -> tuple[Any, list[tuple[int, ...]]]:
-    leaves, structure = jax.tree.flatten(abstract_state(config)["optimizer"])
-    return structure, [leaf.shape for leaf in leaves]
-
-
-def _load_state(folder: Path, step: int, config: TrainConfig) -> State:
-    """Load weights and moments of a checkpoint onto the mesh that is set."""
-    like = abstract_arrays(abstract_state(config), state_specs(config))
-    _, state = load_checkpoint(folder, step, like)
-    return state
+    return step, load_state
 
 
 def require_trainable(config: TrainConfig) -> None:

@@ -60,10 +60,14 @@ def require_same_run(saved: TrainConfig, config: TrainConfig, checkpoints: Seque
     if _is_lowered(old_rates, config.optimizer, "learning_rate"):
         may_differ.add("optimizer.min_learning_rate")
     differences = []
-    for name, old, new in different_fields(saved, config):
+    old_fields = dict(fields_of(saved))
+    new_fields = dict(fields_of(config))
+    for name in old_fields | new_fields:
+        old = old_fields.get(name)
+        new = new_fields.get(name)
         # Nothing has been trained yet that other values would contradict.
         is_free = list(checkpoints) == [0] and not name.startswith(OF_THE_STATE)
-        if name not in may_differ and not is_free:
+        if old != new and name not in may_differ and not is_free:
             differences.append(f"`{name}` is {old!r} in the run, {new!r} in the config")
     if differences:
         raise ValueError(
@@ -90,17 +94,6 @@ def _is_lowered(saved: OptimizerConfig, given: OptimizerConfig, name: str) -> bo
     old = getattr(saved, name, None)
     new = getattr(given, name, None)
     return old is not None and new is not None and new < old
-
-
-def different_fields(saved: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each field that differs; None where there is no field."""
-    old_fields = dict(fields_of(saved))
-    new_fields = dict(fields_of(config))
-    for name in old_fields | new_fields:
-        old = old_fields.get(name)
-        new = new_fields.get(name)
-        if old != new:
-            yield name, old, new
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

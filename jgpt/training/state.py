@@ -111,6 +111,11 @@ def state_specs(config: TrainConfig, mesh: AbstractMesh | None = None) -> State:
     return jax.tree.map(rules.without_trailing_none, specs)
 
 
+def placed_state(config: TrainConfig) -> State:
+    """Return the shapes, dtypes and shardings of the train state over the mesh that is set."""
+    return rules.abstract_arrays(abstract_state(config), state_specs(config))
+
+
 def is_finite(tree: Any) -> bool:
     """Return whether all numbers of a tree are finite."""
     floats = []

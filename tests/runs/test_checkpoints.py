@@ -59,7 +59,10 @@ def test_a_checkpoint_is_the_best_the_last_or_that_of_a_step(folder, which, step
 
 @pytest.mark.parametrize(
     ("which", "message"),
-    [(1, r"has no checkpoint 1: it has 2, 3, 4$"), ("worst", "must be best, last or a step")],
+    [
+        (1, r"has no checkpoint 1: it has 2, 3, 4$"),
+        ("worst", r"has no checkpoint worst: it has 2, 3, 4$"),
+    ],
 )
 def test_a_checkpoint_that_is_not_there_is_named(folder, which, message):
     with pytest.raises(ValueError, match=message):

@@ -285,13 +285,13 @@ def test_a_branch_goes_on_with_weights_moments_and_step(small_run, tmp_path, sca
     assert resumed.metrics["tokens"][-1] == 8 * 3 * 7
 
 
-def test_moments_of_another_optimizer_are_refused_by_name(trained, config):
+def test_moments_of_another_optimizer_are_refused(trained, config):
     branch: dict[str, Any] = {"with_optimizer": True, "progress": None}
     muon = with_changes(config, steps=12, optimizer={"optimizer": "muon"})
     wider = with_changes(config, steps=12, model={"hidden_dim": 31})
     last = f"{trained.path}@11"
 
-    with pytest.raises(ValueError, match=r"`optimizer\.optimizer` is 'adamw' there, 'muon' in the"):
+    with pytest.raises(ValueError, match="it is damaged, or of another model or optimizer"):
         jgpt.fit(muon, initial=last, **branch)
     with pytest.raises(ValueError, match="another architecture"):
         jgpt.fit(wider, initial=last, **branch)
