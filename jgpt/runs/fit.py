@@ -19,7 +19,6 @@ import numpy as np
 
 from jgpt.config import ModelConfig, TrainConfig
 from jgpt.data.batches import batches, resident
-from jgpt.data.characters import OwnTokenizer
 from jgpt.data.dataset import (
     GIVEN,
     Dataset,
@@ -44,7 +43,8 @@ from jgpt.nn.costs import flops_per_token
 from jgpt.nn.models import LanguageModel, abstract_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh, current_mesh, use_mesh
 from jgpt.parallel.processes import Vote, raise_in_all_processes, require_same
-from jgpt.parallel.rules import abstract_arrays, shardings
+from jgpt.parallel.rules import shardings
+from jgpt.runs.checkpoints import loss_of
 from jgpt.runs.directory import LOSS_PICTURE, RUNS, SAMPLES, RunDirectory
 from jgpt.runs.initial import (
     Initial,
@@ -53,7 +53,7 @@ from jgpt.runs.initial import (
     require_trainable,
     with_moments,
 )
-from jgpt.runs.load import load
+from jgpt.runs.load import load_model
 from jgpt.runs.progress import Progress, default_progress, draw_losses
 from jgpt.runs.provenance import machine_choices, versions
 from jgpt.runs.resume import describe_learning_rate, fields_of, with_lowered_floor
@@ -63,11 +63,18 @@ from jgpt.shapes.contract import typed
 from jgpt.shapes.proofs import prove
 from jgpt.training.complete import complete, require_memory
 from jgpt.training.evaluation import Evaluator
-from jgpt.training.memory import lower_steps, memory_of
+from jgpt.training.memory import compile_steps, memory_of
 from jgpt.training.optimizer import evaluated_weights
 from jgpt.training.placement import bytes_of, parameters_without_names
 from jgpt.training.plan import Plan, make_plan
-from jgpt.training.state import State, abstract_state, dropout_stream, init_state, state_specs
+from jgpt.training.state import (
+    State,
+    abstract_state,
+    dropout_stream,
+    init_state,
+    placed_state,
+    state_specs,
+)
 from jgpt.training.step import placed_arrays
 from jgpt.user_code import (
     code_facts,
@@ -155,7 +162,7 @@ def fit(
         train_steps = _compiled_steps(prepared.config)
         with prepared.run:
             _train(prepared, train_steps, shown, should_stop)
-        return _finish(prepared.run, shown)
+        return _finish(prepared, shown)
 
 
 def plan(
@@ -271,7 +278,8 @@ def prepare(
         init = functools.partial(init_state, trained, weights.arrays)
     if with_optimizer and saved is None:
         first, init = with_moments(weights, trained)
-    _require_disk(trained, out)
+    kept = config.keep_best + config.keep_last + 1  # and the one that is written
+    _require_disk(out, kept * bytes_of(abstract_state(trained)))
     _warn(trained, progress, is_new=saved is None)
     return Prepared(run, trained, saved is None, init, first)
 
@@ -348,7 +356,7 @@ def _load_text(
         raise
 
 
-def _require_disk(config: TrainConfig, out: Path) -> None:
+def _require_disk(out: Path, needed: int) -> None:
     """Raise OSError if the disk can't hold the checkpoints that are kept and the one being saved.
 
     A disk that fills up later costs steps, and hours may pass until then.
@@ -357,7 +365,6 @@ def _require_disk(config: TrainConfig, out: Path) -> None:
     folders = (out, *out.absolute().parents)
     existing = next(folder for folder in folders if folder.exists())
     free = shutil.disk_usage(existing).free
-    needed = bytes_of(abstract_state(config)) * (config.keep_best + config.keep_last + 1)
     if needed > free:
         raise OSError(
             f"{existing} has {format_bytes(free)} free, but the checkpoints need "
@@ -424,7 +431,7 @@ def _shared_facts(prepared: Prepared) -> dict[str, Any]:
 
 def _compiled_steps(config: TrainConfig) -> Callable[..., Any]:
     """Trace a step, in which an error of the user's code shows, compile it, and weigh it."""
-    compiled = lower_steps(config).compile()
+    compiled = compile_steps(config)
     release_memory()  # that of compiling, before the state is made
     require_memory(memory_of(compiled, config), config, this_machine())
     return compiled
@@ -441,14 +448,12 @@ def _train(
     config = prepared.config
     for line in run.changed_code():
         progress.warned(line)
-    specs = state_specs(config)
-    like = abstract_arrays(abstract_state(config), specs)
     opened = open_trackers(config, run.path, is_new=prepared.is_new, warn=progress.warned)
     with opened as track:
         # Only now, with open trackers: it deletes a run that is overwritten.
-        state, step = run.restore(prepared.init, like, prepared.first)
+        state, step = run.restore(prepared.init, placed_state(config), prepared.first)
         # Committed to its devices, as the compiled steps return it.
-        state = jax.device_put(state, shardings(specs))
+        state = jax.device_put(state, shardings(state_specs(config)))
         progress.started(config, run.dataset, state["model"], step, run.path)
 
         def report(line: dict[str, Any]) -> None:
@@ -481,7 +486,7 @@ class _Loop:
         self.progress = progress
         self.should_stop = should_stop
         self.tokens = resident(run.dataset.train)
-        self.arrays = placed_arrays(config)
+        self.arrays = placed_arrays(config.objective)
         self.key = dropout_stream(config.seed)
         self.tokens_per_step = config.batch_size * config.model.block_size
         self.evaluator = Evaluator(config, run.dataset.validation)
@@ -701,38 +706,36 @@ def _peak_tokens_per_second(config: TrainConfig) -> float | None:
 # --- finish ---------------------------------------------------------------------------------------
 
 
-def _finish(run: OpenRun, progress: Progress) -> Run:
+def _finish(prepared: Prepared, progress: Progress) -> Run:
     """Return the best model; write a sample and a picture of the losses."""
     # Otherwise compiled programs and the state would stay in memory beside the model that samples.
     release_memory()
-    own = None
-    if isinstance(run.dataset.tokenizer, OwnTokenizer):
-        own = run.dataset.tokenizer
-    best = load(run.path, model=run.config.model.make, tokenizer=own)
-    best = replace(best, config=run.config)
-    sample = _sample_or_warn(best.model, best.tokenizer, run.config, progress)
+    run = prepared.run
+    directory = RunDirectory(run.path)
+    tokenizer = run.dataset.tokenizer
+    step, model = load_model(directory, prepared.config, "best")
+    loss = loss_of(directory.checkpoints, step)
+    sample = _sample_or_warn(model, tokenizer, run.config, progress)
     release_memory()
     with raise_in_all_processes():
         if process_index() == 0:
             write_file(run.path / SAMPLES, sample)
-            picture = draw_losses(RunDirectory(run.path), "png", progress.warned)
+            picture = draw_losses(directory, "png", progress.warned)
             if picture is not None:
                 write_file(run.path / LOSS_PICTURE, picture)
-    return best
+    return Run(run.path, model, tokenizer, run.config, loss)
 
 
 def _sample_or_warn(
     model: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, progress: Progress
 ) -> str:
-    """Return a sample; if custom code trains but can't be sampled from, warn instead of raising.
+    """Return a sample, or warn: a model or a tokenizer of one's own may train and not sample.
 
     A tokenizer may have a larger vocab_size than it can decode, as one that is padded.
     """
     try:
         return _sample(model, tokenizer, config.sample_tokens, config.seed)
     except Exception as error:
-        if config.model.make is None and not isinstance(tokenizer, OwnTokenizer):
-            raise
         reason, *_ = (describe_error(error) or f"{type(error).__name__}: {error}").splitlines()
         progress.warned(f"no sample: {reason}")
         return ""

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from jgpt.config import TrainConfig
 from jgpt.runs.directory import RunDirectory
 from jgpt.shapes.contract import typed
 from jgpt.words import did_you_mean
@@ -55,8 +54,9 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
         if not metrics:
             raise ValueError(f"{run.path} has no metrics yet: train it first")
         config = run.config()
+        tokens_per_step = config.batch_size * config.model.block_size
         for name, axes in panels.items():
-            place = _place_of(name, config, metrics)
+            place = _place_of(name, tokens_per_step, metrics)
             lines = _draw_losses(axes, metrics, place, f"C{index}", f"C{index}")
             if name == "steps":
                 smoothed.append(lines[1])  # represents the run in the legend
@@ -65,12 +65,12 @@ def runs_image(runs: Sequence[RunDirectory], format: str) -> bytes:
     return _image(figure, format)
 
 
-def _place_of(name: str, config: TrainConfig, metrics: Metrics) -> Place:
+def _place_of(name: str, tokens_per_step: int, metrics: Metrics) -> Place:
     """Return a function from steps to places on the axis of steps, tokens or seconds."""
     if name == "steps":
         return lambda steps: steps
     if name == "tokens":
-        return lambda steps: steps * (config.batch_size * config.model.block_size)
+        return lambda steps: steps * tokens_per_step
     # Some lines have the seconds; between them, those of a step are interpolated.
     timed, seconds = _column(metrics, "seconds")
     return lambda steps: np.interp(steps, [0, *timed], [0, *seconds])

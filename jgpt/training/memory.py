@@ -11,7 +11,7 @@ from jgpt.parallel import rules
 from jgpt.parallel.mesh import abstract_mesh, current_mesh
 from jgpt.training.objective import objective_of
 from jgpt.training.placement import bytes_on_each
-from jgpt.training.state import abstract_state, dropout_stream, state_specs
+from jgpt.training.state import abstract_state, dropout_stream, placed_state, state_specs
 from jgpt.training.step import make_train_steps
 from jgpt.words import format_bytes
 
@@ -32,22 +32,17 @@ class TrainingMemory:
         return f"{total} ({state} parameters and optimizer, {working} activations and gradients)"
 
 
-def lower_steps(config: TrainConfig) -> jax.stages.Lowered:
-    """Lower the train steps of a config for the mesh that is set, or for the default device."""
-    state = rules.abstract_arrays(abstract_state(config), state_specs(config))
+def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
+    """Compile the train steps of a config for the mesh that is set, or for the default device."""
+    state = placed_state(config)
     shape = (config.steps_per_call, config.batch_size, config.model.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: dropout_stream(config.seed))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    _, held = objective_of(config)
+    _, held = objective_of(config.objective)
     arrays = rules.abstract_arrays(held, [PartitionSpec() for _ in held])  # on each device
-    numbers = number, number, number
-    return make_train_steps(config).lower(state, windows, key, *numbers, arrays=arrays)
-
-
-def compile_steps(config: TrainConfig) -> jax.stages.Compiled:
-    """Compile the train steps of a config for the mesh that is set, or for the default device."""
-    return lower_steps(config).compile()
+    steps = make_train_steps(config)
+    return steps.lower(state, windows, key, number, number, number, arrays=arrays).compile()
 
 
 def memory_of(steps: jax.stages.Compiled, config: TrainConfig) -> TrainingMemory | None:

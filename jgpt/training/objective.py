@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jgpt.config import ModelConfig, TrainConfig
+from jgpt.config import ModelConfig
+from jgpt.fields import Make
 from jgpt.nn.loss import cross_entropy_from, rows_at_once, token_losses_from
 from jgpt.nn.models import GatheredHead, LanguageModel
 from jgpt.nn.precision import portable, wider_dtype
@@ -90,15 +91,15 @@ def loss_dtype(config: ModelConfig) -> jnp.dtype:
 # --- an objective of the user's own ---------------------------------------------------------------
 
 
-def objective_of(config: TrainConfig) -> tuple[Callable[[Any], Any], list[Any]]:
-    """Return a function from arrays to the config's objective, and the arrays that it holds.
+def objective_of(objective: Make) -> tuple[Callable[[Any], Any], list[Any]]:
+    """Return a function from arrays to the objective of a config, and the arrays that it holds.
 
     An `nnx.Module` or another pytree, such as one with a teacher, holds arrays. They become
     arguments of the steps: as constants they would be compiled into the program.
     """
-    if config.objective is None:
+    if objective is None:
         return lambda _: next_token_loss, []
-    leaves, structure = jax.tree.flatten(require_code(config.objective, "objective"))
+    leaves, structure = jax.tree.flatten(require_code(objective, "objective"))
     held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     def with_arrays(arrays: Any) -> Any:

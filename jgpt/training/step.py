@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jgpt.config import ModelConfig, TrainConfig
+from jgpt.fields import Make
 from jgpt.nn import stacking
 from jgpt.nn.models import Weights, weight_dimensions
 from jgpt.nn.precision import at_least_float32
@@ -302,7 +303,7 @@ def _make_loss(config: TrainConfig) -> tuple[LossFunction, list[Any]]:
     The seed enters only as the key, so that another seed needs no other program.
     """
     merge = stacking.model_merger(config.model)
-    with_arrays, objective_arrays = objective_of(config)
+    with_arrays, objective_arrays = objective_of(config.objective)
     dtype = loss_dtype(config.model)
 
     def loss_of(weights, arrays, batch, key):
@@ -314,9 +315,9 @@ def _make_loss(config: TrainConfig) -> tuple[LossFunction, list[Any]]:
     return loss_of, objective_arrays
 
 
-def placed_arrays(config: TrainConfig) -> list[Any]:
-    """Return the arrays that a config's objective holds; on a mesh, every device has a copy."""
-    _, arrays = objective_of(config)
+def placed_arrays(objective: Make) -> list[Any]:
+    """Return the arrays that an objective holds; on a mesh, every device has a copy."""
+    _, arrays = objective_of(objective)
     return jax.device_put(arrays, rules.shardings([PartitionSpec() for _ in arrays]))
 
 

@@ -576,7 +576,7 @@ def test_no_stage_of_training_holds_a_second_state(small_run, out, monkeypatch):
     )
     for owner, name in (
         (fit_module, "init_state"),
-        (fit_module, "load"),
+        (fit_module, "load_model"),
         (fit_module, "_sample"),
         (fit_module.OpenRun, "restore"),
         (checkpoints.Checkpoints, "save"),
@@ -592,7 +592,7 @@ def test_no_stage_of_training_holds_a_second_state(small_run, out, monkeypatch):
     state = 3 * weights  # with the two moments of AdamW
     expected = {
         **dict.fromkeys(("init_state", "steps", "save", "restore"), state),
-        **dict.fromkeys(("load", "_sample"), weights),
+        **dict.fromkeys(("load_model", "_sample"), weights),
     }
     assert {name for name, _ in stages} == expected.keys()
     for name, alive in stages:

@@ -102,7 +102,7 @@ def test_a_teachers_arrays_are_arguments_of_the_program():
     def constants(objective) -> int:
         config = dataclasses.replace(CONFIG, objective=objective)
         windows = jax.ShapeDtypeStruct((5, 6, 7), jnp.int32)
-        arrays = placed_arrays(config)
+        arrays = placed_arrays(objective)
         arguments = abstract_state(config), windows, KEY, 2, 0
         traced = make_train_steps(config).trace(*arguments, arrays=arrays)
         return sum(np.size(constant) for constant in traced.jaxpr.consts)
@@ -115,8 +115,7 @@ def test_a_teachers_arrays_are_arguments_of_the_program():
 def test_an_objective_computes_with_the_arrays_that_it_is_given():
     objective = Distillation()
     student = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(6))
-    config = dataclasses.replace(CONFIG, objective=objective)
-    with_arrays, arrays = objective_of(config)
+    with_arrays, arrays = objective_of(objective)
     zeros = [jnp.zeros_like(leaf) for leaf in arrays]
 
     loss = with_arrays(arrays)(student, TOKENS, None)
