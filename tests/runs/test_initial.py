@@ -13,7 +13,6 @@ import jgpt
 from jgpt.nn.models import named_parameters
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
-from jgpt.runs.initial import require_named_tokenizer
 from tests.commands import jgpt as command
 from tests.commands import refused
 from tests.runs.harness import path_of, stopping, with_changes

@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jgpt
-from jgpt.shapes import reads
 from tests.sight.programs import FLOAT_MASK, MIXING, attend
 
 Array = jax.Array
