@@ -35,7 +35,8 @@ from tests.models import random_gpt
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [ROOT / page for page in ("README.md", "docs/look.md", "docs/runs.md", "docs/weights.md")]
+_NAMES_OF_RUN = ("from_nanogpt", "look", "runs", "weights")
+RUN = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _NAMES_OF_RUN)]
 """Pages whose commands are all run. On other pages, commands without output are only parsed: they
 start many processes, or train large models."""
 SESSION = ROOT / "docs" / "idea.md"

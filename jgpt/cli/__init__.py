@@ -3,10 +3,11 @@
 import contextlib
 import inspect
 import io
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jgpt.cli.commands import COMMANDS
@@ -29,18 +30,37 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")
     with (
         interruptions,
-        warnings.catch_warnings(),
+        _without_echoes(),
         contextlib.redirect_stdout(for_terminal(sys.stdout)),
         contextlib.redirect_stderr(for_terminal(sys.stderr)),
     ):
-        warnings.showwarning = _show_in_one_line
-        warnings.filterwarnings("always", ".* has changed since the run began")
         _run_or_exit(list(args))
 
 
-def _show_in_one_line(message: Warning | str, *_: Any) -> None:
-    """Show a warning without the line of our code that warns, which tells a user nothing."""
-    print(f"jgpt: {message}", file=sys.stderr)
+@contextlib.contextmanager
+def _without_echoes() -> Iterator[None]:
+    """Show warnings in one line, and silence what asyncio and TensorStore's threads say after a
+    failed write, which raises an error too."""
+    report_unraisable = sys.unraisablehook
+
+    def show_in_one_line(message: Warning | str, *_: Any) -> None:
+        # Without the file and the line of our code that warns, which tell a user nothing.
+        print(f"jgpt: {message}", file=sys.stderr)
+
+    def unraisable_hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report_unraisable(unraisable)
+
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = unraisable_hook
+    with warnings.catch_warnings():
+        warnings.showwarning = show_in_one_line
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        warnings.filterwarnings("always", ".* has changed since the run began")
+        try:
+            yield
+        finally:
+            sys.unraisablehook = report_unraisable
 
 
 def _run_or_exit(args: list[str]) -> None:

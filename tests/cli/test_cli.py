@@ -239,6 +239,23 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     assert (done.returncode, done.stderr) == (code, said)
 
 
+def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
+    def complain() -> None:
+        """Raise where nothing can catch it."""
+        for message in ("Event loop is closed", "out of luck"):
+            error = RuntimeError(message)
+            dropped = types.SimpleNamespace(exc_type=RuntimeError, exc_value=error)
+            sys.unraisablehook(dropped)  # type: ignore[arg-type]
+
+    reported: list = []
+    monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)
+    monkeypatch.setitem(COMMANDS, "new", complain)
+    main(["new"])
+
+    assert [str(each.exc_value) for each in reported] == ["out of luck"]
+    assert sys.unraisablehook == hook
+
+
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
