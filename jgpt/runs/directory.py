@@ -123,7 +123,7 @@ class RunDirectory:
         for file in files:
             copy = self.path / CODE / file.name
             if copy.is_file() and copy.read_bytes() != file.read_bytes():
-                lines.append(f"{file.name} has changed since the run began; a copy is {copy}")
+                lines.append(f"{file.name} has changed since the run began")
         return lines
 
     def metrics(self) -> list[dict[str, Any]]:

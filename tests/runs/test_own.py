@@ -555,7 +555,7 @@ def test_a_run_by_file_says_once_that_its_code_has_changed(run_by_file, tmp_path
     done = command("eval", "r", "--model", "my.py:GPT", cwd=copy)
 
     assert done.code == 0
-    warning = "jgpt: my.py has changed since the run began; a copy is r/code/my.py\n"
+    warning = "jgpt: my.py has changed since the run began\n"
     assert done.stderr.count(warning) == 1
 
 

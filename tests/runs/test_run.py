@@ -618,10 +618,7 @@ def test_code_is_copied_and_a_change_is_said(tmp_path, out):
 
     files[1].write_text("width = 4\n")
     with start(out, code=files, resume=True) as run:
-        copy = out / "code" / "layers.py"
-        assert run.changed_code() == [
-            f"layers.py has changed since the run began; a copy is {copy}"
-        ]
+        assert run.changed_code() == ["layers.py has changed since the run began"]
         assert (out / "code" / "layers.py").read_text() == "width = 3\n"
         run.restore(init)
     assert (out / "code" / "layers.py").read_text() == "width = 4\n"
