@@ -67,9 +67,8 @@ def test_losses_are_those_without_the_checks() -> None:
 
 
 @pytest.mark.usefixtures("_strict")
-@pytest.mark.parametrize("family", ["lecture", "modern", "qwen3"])
-def test_sampling_is_computed(family: str) -> None:
-    model = random_gpt(family, num_layers=2, vocab_size=17, block_size=8)
+def test_sampling_is_computed() -> None:
+    model = random_gpt("modern", num_layers=2, vocab_size=17, block_size=8)
     prompt = jnp.arange(6).reshape(2, 3)
     options = {"key": jax.random.key(0), "top_k": 5, "top_p": 0.9, "min_p": 0.1}
 
