@@ -14,6 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
+from jgpt.cli import runs
+from jgpt.cli.commands.shapes import shapes as draw_shapes
+from jgpt.config import ModelConfig
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.expressions import name_sizes
 from tests.commands import refused, worked

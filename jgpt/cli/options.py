@@ -403,7 +403,7 @@ def _raise_for_run_or_text(word: str) -> None:
     from jgpt.runs.directory import RunDirectory
 
     quoted = shlex.quote(word)
-    if RunDirectory.is_run(Path(word)):
+    if RunDirectory.exists(Path(word)):
         raise OptionError(
             f"{word} is a run, not a preset; to train it further: "
             f"jgpt train --resume --out {quoted}"
