@@ -439,7 +439,7 @@ _FIELD = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")
 
 
 def in_options(message: str, names: Collection[str] = TRAIN) -> str:
-    """A message as a command says it: `--zero-biases` for `zero_biases=True` in backticks.
+    """A message as a command says it: `--use-bias` for `use_bias=True` in backticks.
 
     `names` are the command's parameters; a field that it has no option for stays as it is.
     """
