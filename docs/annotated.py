@@ -52,6 +52,7 @@ LESSONS = {
     "StepSetup": "07_a_pure_train_step",
     "gradients_of": "07_a_pure_train_step",
     "make_train_steps": "07_a_pure_train_step",
+    "placed_arrays": "07_a_pure_train_step",
     "make_eval_step": "07_a_pure_train_step",
     # of the GPT on one page
     "init_params": "05_the_block",
