@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jgpt.config import ModelConfig
 from jgpt.data.byte_pairs import BPETokenizer
@@ -67,7 +68,6 @@ class _Tensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-@typed
 def save_gguf(
     model: LanguageModel,
     file: str | Path,
@@ -232,7 +232,10 @@ def _changed(
     return changed
 
 
-def _neighbours(weights: np.ndarray, heads: int) -> np.ndarray:
+@typed
+def _neighbours(
+    weights: Float[np.ndarray, "rows features"], heads: int
+) -> Float[np.ndarray, "rows features"]:
     """Reorder the features of heads: llama.cpp's Llama rotates neighbours, and not halves."""
     in_halves = weights.reshape(heads, 2, -1, weights.shape[-1])
     return in_halves.swapaxes(1, 2).reshape(weights.shape)

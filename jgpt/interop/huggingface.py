@@ -18,6 +18,7 @@ from jgpt.files import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
+    Tensors,
     plain_names,
     read_tensors,
     with_padding,
@@ -164,7 +165,8 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, Entry]:
             raise ValueError(f"not a complete safetensors file: {error}") from None
 
 
-def _write_weights(tensors: dict[str, np.ndarray], path: Path) -> None:
+@typed
+def _write_weights(tensors: Tensors, path: Path) -> None:
     # safetensors 0.8.0 saves wrong values of arrays that are not C-contiguous, such as transposed
     # kernels (huggingface/safetensors#825)
     named = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.data.byte_pairs import BPETokenizer
@@ -20,6 +21,8 @@ from jgpt.nn.precision import wider_dtype
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
+# by name; unlike in a dict annotation, all leaves are checked
+Tensors = PyTree[Float[np.ndarray, "..."]]
 _HEAD = "lm_head.weight"
 """The name of the head, which is outside of the prefix in all formats."""
 _OUTER_MODULES = re.compile(r"^((_orig_mod|module)\.)*((transformer|model)\.)?")
@@ -86,7 +89,6 @@ def _split(name: str, stored: _Stored, entry: Entry) -> dict[str, Any]:
     return dict(zip(stored.sizes, parameters, strict=True))
 
 
-@typed
 def write_tensors(model: GPT, format: Format) -> dict[str, Entry]:
     """Return the inverse of `read_tensors`, in at least float32; a tensor is made when it is read.
 
@@ -137,7 +139,8 @@ def _factor_for_epsilon(config: ModelConfig) -> float:
     return math.sqrt(config.norm_epsilon / config.qk_norm_epsilon)
 
 
-def _before_head(parameters: dict[str, Any], dtype: Any) -> np.ndarray:
+@typed
+def _before_head(parameters: dict[str, Any], dtype: Any) -> Float[np.ndarray, " features"]:
     """Return what the last norm adds for the head to add its bias, up to a number that is the same
     for all tokens, which no probability depends on."""
     kernel = parameters["head.kernel"].get_value()

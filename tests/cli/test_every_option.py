@@ -583,7 +583,8 @@ def test_import(calls):
     assert list(calls["load_nanogpt"].values()) == ["ckpt.pt"]
 
 
-def test_export(loaded, monkeypatch):
+def test_export(loaded, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     run = SimpleNamespace(config=TrainConfig, imported=lambda: "the folder imported from")
     monkeypatch.setattr("jgpt.runs.directory.RunDirectory.open", lambda path: run)
     loaded.note("jgpt.interop.formats.hf_config")
@@ -597,13 +598,16 @@ def test_export(loaded, monkeypatch):
     assert loaded["load"]["which"] == 30
 
     loaded.note("jgpt.interop.gguf.save_gguf")
+    loaded.note("jgpt.interop.gguf.remarks", [])
+    model = SimpleNamespace(block_size=24)
+    loaded.note("jgpt.runs.load.load", (model, TOKENIZER, RUN_CONFIG))
     gguf = ("--to", "gguf", "--out", "my.gguf", "--weights", "q8_0", "--modelfile")
     type_in("export", "run", *gguf)
     received = loaded["save_gguf"]
     assert str(received["file"]) == "my.gguf"
     assert received["weights"] == "q8_0"
     assert received["like"] == "the folder imported from"
-    assert Path("Modelfile").read_text().startswith("FROM ./my.gguf")
+    assert Path("Modelfile").read_text() == "FROM ./my.gguf\nPARAMETER num_ctx 24\n"
 
 
 def flags_of(command, name: str) -> list[str]:
