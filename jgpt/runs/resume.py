@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jgpt.config import OptimizerConfig, TrainConfig
+from jgpt.config import TOKENIZER_FIELDS, OptimizerConfig, TrainConfig
 from jgpt.fields import values_without_code
 from jgpt.training.schedule import learning_rate_schedule
 
@@ -44,6 +44,8 @@ OF_THE_STATE = (
     "optimizer.trainable",
 )
 """The prefixes of fields that decide which arrays a train state has."""
+OF_THE_TOKENIZER = tuple(f"dataset.{name}" for name in TOKENIZER_FIELDS)
+"""Another tokenizer would give each embedding another text."""
 
 
 def require_same_run(saved: TrainConfig, config: TrainConfig, checkpoints: Sequence[int]) -> None:
@@ -66,7 +68,9 @@ def require_same_run(saved: TrainConfig, config: TrainConfig, checkpoints: Seque
         old = old_fields.get(name)
         new = new_fields.get(name)
         # Nothing has been trained yet that other values would contradict.
-        is_free = list(checkpoints) == [0] and not name.startswith(OF_THE_STATE)
+        is_free = list(checkpoints) == [0] and not name.startswith(
+            (*OF_THE_STATE, *OF_THE_TOKENIZER)
+        )
         if old != new and name not in may_differ and not is_free:
             differences.append(f"`{name}` is {old!r} in the run, {new!r} in the config")
     if differences:

@@ -61,7 +61,8 @@ def import_(
             names.require_its_tokenizer(model, model_tokenizer)
         model_tokenizer = names.with_padding(model_tokenizer, model.vocab_size)
     config = fine_tuning_config(
-        dataclasses.replace(model.config, dtype=dtype), DataConfig(data=data)
+        dataclasses.replace(model.config, dtype=dtype),
+        DataConfig(data=data, tokenizer=_kind_of(model_tokenizer)),
     )
     with interrupted_by(signal.default_int_handler):
         save(model, path, tokenizer=model_tokenizer, config=config, text_files=text_files)
@@ -77,6 +78,18 @@ def _run_named_after(source: str) -> Path:
     if path.is_file():  # such as out/ckpt.pt
         path = path.parent
     return Path("runs", path.name)
+
+
+def _kind_of(tokenizer: Any) -> Literal["char", "byte", "bpe"]:
+    """The name that a config has for a tokenizer."""
+    from jgpt.data.characters import ByteTokenizer, CharTokenizer
+
+    match tokenizer:
+        case CharTokenizer():
+            return "char"
+        case ByteTokenizer():
+            return "byte"
+    return "bpe"
 
 
 def _tokenizer(source: Path, option: str | None, vocab_size: int) -> Any:
