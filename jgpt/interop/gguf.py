@@ -73,15 +73,15 @@ def save_gguf(
     file: str | Path,
     *,
     tokenizer: Tokenizer,
-    weights: WeightType = "f16",
+    weights: WeightType = "f32",
     like: str | Path | None = None,
 ) -> None:
     """Save a model and its tokenizer as a GGUF file for llama.cpp.
 
     The architecture is gpt2, llama, qwen3 or apertus, as in `save_hf`. Tensors are made and written
     one by one. `like` is the folder that the model was loaded from: its chat template and the token
-    that ends an answer are saved, too. Raises ValueError for a model or a
-    tokenizer that llama.cpp lacks, and ModuleNotFoundError without the package gguf.
+    that ends an answer are saved, too. Raises ValueError for a model or a tokenizer that llama.cpp
+    lacks, OSError if the file can't be written, and ModuleNotFoundError without the package gguf.
     """
     try:
         import gguf
@@ -89,7 +89,7 @@ def save_gguf(
         raise ModuleNotFoundError("GGUF needs the package gguf: pip install 'jgpt[gguf]'") from None
     file = Path(file)
     model = require_exportable(model)
-    with_padding(tokenizer, model.vocab_size)  # raises for one that is not the model's
+    tokenizer = with_padding(tokenizer, model.vocab_size)
     format = natural_format(model.config)
     _require_activation(model.config, format)
     if file.exists():
@@ -116,6 +116,8 @@ def save_gguf(
                 values = np.ascontiguousarray(tensor.read(), np.float32)
                 writer.write_tensor_data(gguf.quantize(values, tensor.type))
         os.replace(partial, file)
+    except OSError as error:  # NumPy's says only how much it has written
+        raise OSError(f"{file} can't be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -28,6 +28,7 @@ _HEAD = "lm_head.weight"
 _OUTER_MODULES = re.compile(r"^((_orig_mod|module)\.)*((transformer|model)\.)?")
 """torch.compile and DistributedDataParallel wrap a model in a module of their own."""
 _QUERY_OR_KEY = re.compile(r"\.attention\.(query|key)\.(kernel|bias)$")
+"""The parameters that QK-norm sees: a factor of them changes nothing but its epsilon."""
 _NO_PARAMETER = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\..*\.inv_freq")
 """Buffers with constants: GPT-2's causal mask, and the frequencies of rotary positions."""
 
@@ -113,12 +114,16 @@ def write_tensors(model: GPT, format: Format) -> dict[str, Entry]:
     def tensor_of(stored: _Stored) -> np.ndarray:
         values = [value_of(name, size) for name, size in stored.sizes.items()]
         tensor = np.concatenate(values, axis=-1)
-        return tensor.T if stored.transposed else tensor
+        if stored.transposed:
+            return tensor.T
+        return tensor
 
     entries = {}
-    for name, stored in _layout(dataclasses.replace(config, **_all_parts(format)), format).items():
-        full_name = name if name == _HEAD else f"{format.prefix}.{name}"
-        entries[full_name] = Entry(stored.shape, functools.partial(tensor_of, stored))
+    with_all_parts = dataclasses.replace(config, **_all_parts(format))
+    for name, stored in _layout(with_all_parts, format).items():
+        if name != _HEAD:
+            name = f"{format.prefix}.{name}"
+        entries[name] = Entry(stored.shape, functools.partial(tensor_of, stored))
     return entries
 
 

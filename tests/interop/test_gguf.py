@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +60,51 @@ def preset_model(name: str, tokenizer) -> jgpt.GPT:
 
 
 def llama(**changes) -> jgpt.ModelConfig:
-    return config_of("qwen3", **{"qk_norm": False, "qk_norm_scale": False, **changes})
+    return config_of("qwen3", qk_norm=False, qk_norm_scale=False, **changes)
 
 
-def greedy(model: jgpt.GPT, tokenizer, prompt: str, new: int) -> str:
-    tokens = jnp.asarray(tokenizer.encode(prompt))[None]
-    drawn = jgpt.generate(model, tokens, new, key=jax.random.key(0), temperature=0.0)
-    return tokenizer.decode(drawn[0, tokens.shape[1] :])
+def qwen3(**changes) -> jgpt.ModelConfig:
+    """With an epsilon of QK-norm of its own, which is written as a factor of queries and keys."""
+    return config_of("qwen3", norm_epsilon=1e-3, **changes)
 
 
-def in_llamacpp(*asked: dict) -> list[dict]:
+class Case(NamedTuple):
+    """A model, and the text that it continues."""
+
+    model: jgpt.GPT
+    tokenizer: Any
+    prompt: str
+
+
+def cases() -> dict[str, Case]:
+    """Each architecture, and each way to split a text."""
+    asked = "HE 12 "
+    cases = {
+        "lecture": Case(preset_model("lecture", CHARACTERS), CHARACTERS, asked),
+        "modern": Case(preset_model("modern", CHARACTERS), CHARACTERS, asked),
+        "letters": Case(preset_model("nanogpt-cpu", LETTERS), LETTERS, asked),
+        "bytes": Case(
+            preset_model("nanogpt-cpu", jgpt.ByteTokenizer()), jgpt.ByteTokenizer(), asked
+        ),
+        "gpt2": Case(preset_model("tiny", byte_pairs()), byte_pairs(), "hear 12 'tis"),
+    }
+    tied = dataclasses.replace(cases["modern"].model.config, tie_embeddings=True)
+    cases["tied"] = Case(loud(abstract_model(tied), size=0.2), CHARACTERS, asked)
+    one_by_one = LLAMA3.replace("{1,3}", "")
+    for name, words, config in (("llama", LLAMA3, llama), ("qwen3", one_by_one, qwen3)):
+        tokenizer = byte_pairs(words)
+        model = abstract_model(config(vocab_size=tokenizer.vocab_size, block_size=64))
+        cases[name] = Case(loud(model, size=0.3), tokenizer, "hear 12 'tis")
+    return cases
+
+
+def of_llamacpp(files: dict[str, Path], cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """What llama.cpp answers from each file, up to the end of the block."""
+    asked = []
+    for name, file in files.items():
+        model, tokenizer, prompt = cases[name]
+        new = min(100, model.block_size - len(_known(tokenizer, prompt)))
+        asked.append({"file": str(file), "prompt": prompt, "new": new})
     done = subprocess.run(
         [sys.executable, "-m", "tests.interop.llamacpp"],
         input=json.dumps(asked),
@@ -77,56 +113,59 @@ def in_llamacpp(*asked: dict) -> list[dict]:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return dict(zip(files, json.loads(done.stdout), strict=True))
+
+
+def _known(tokenizer: Any, text: str) -> Any:
+    """The tokens of a text, without the characters that a vocabulary lacks."""
+    if isinstance(tokenizer, jgpt.CharTokenizer):
+        text = "".join(character for character in text if character in tokenizer.characters)
+    return tokenizer.encode(text)
+
+
+def assert_ours(answer: dict[str, Any], case: Case) -> None:
+    """Equal numbers of tokens, log probabilities and greedy texts."""
+    model, tokenizer, prompt = case
+    tokens = jnp.asarray(_known(tokenizer, prompt))[None]
+    assert answer["tokens"] == tokens.shape[1]
+    logs = jax.nn.log_softmax(model(tokens))[0, -1]
+    tolerance = 1e-5
+    if model.config.activation in ("gelu", "gelu_tanh"):  # llama.cpp has a table of 16 bits
+        tolerance = 2e-3
+    for token, found in answer["log_probabilities"]:
+        assert found == pytest.approx(float(logs[token]), abs=tolerance)
+    new = min(100, model.block_size - tokens.shape[1])
+    drawn = jgpt.generate(model, tokens, new, key=jax.random.key(0), temperature=0.0)
+    assert answer["text"] == tokenizer.decode(drawn[0, tokens.shape[1] :])
 
 
 @needs_llamacpp
 def test_llamacpp_continues_a_text_with_our_own_tokens(tmp_path, monkeypatch):
-    """Each architecture and each way to split a text, in float32, up to the end of the block."""
-    split = {"llama": byte_pairs(LLAMA3), "qwen3": byte_pairs(LLAMA3.replace("{1,3}", ""))}
-    size = split["llama"].vocab_size
-    sizes = {"vocab_size": size, "block_size": 64}
-    models = {
-        **{name: (preset_model(name, CHARACTERS), CHARACTERS) for name in ("lecture", "modern")},
-        "letters": (preset_model("nanogpt-cpu", LETTERS), LETTERS),
-        "bytes": (preset_model("nanogpt-cpu", jgpt.ByteTokenizer()), jgpt.ByteTokenizer()),
-        "gpt2": (preset_model("tiny", byte_pairs()), byte_pairs()),
-    }
-    for name, config in (("llama", llama(**sizes)), ("qwen3", config_of("qwen3", **sizes))):
-        models[name] = loud(abstract_model(config), size=0.3), split[name]
-    tied = dataclasses.replace(models["modern"][0].config, tie_embeddings=True)
-    models["tied"] = loud(abstract_model(tied), size=0.2), CHARACTERS
-
-    asked = []
-    expected = []
-    for name, (model, tokenizer) in models.items():
-        file = tmp_path / f"{name}.gguf"
-        save_gguf(model, file, tokenizer=tokenizer, weights="f32")
-        prompt = (
-            "HE 12 "
-            if isinstance(tokenizer, jgpt.CharTokenizer)
-            else "hear 12 'tis "[: model.block_size - 3]
-        )
-        tokens = len(tokenizer.encode(prompt))
-        new = min(100, model.block_size - tokens)
-        asked.append({"file": str(file), "prompt": prompt, "new": new})
-        expected.append({"tokens": tokens, "text": greedy(model, tokenizer, prompt, new)})
+    known = cases()
+    files = {name: tmp_path / f"{name}.gguf" for name in known}
+    for name, (model, tokenizer, _) in known.items():
+        save_gguf(model, files[name], tokenizer=tokenizer)
     # what is unknown is left out, also where its first byte is known, as of € and £
-    letters = next(each for each in asked if "letters.gguf" in each["file"])
-    asked.append(letters | {"prompt": "H€£xE’ 日本…", "new": letters["new"] - 1})
-    model, tokenizer = models["letters"]
-    text = greedy(model, tokenizer, "HE’ 日本…", letters["new"] - 1)
-    models["unknown letters"] = models["letters"]
-    expected.append({"tokens": 7, "text": text})
-    # the control: with heads in another order, Llama's text is another one
+    files["unknown letters"] = files["letters"]
+    known["unknown letters"] = known["letters"]._replace(prompt="H€£xE’ 日本…")
+    # the controls: heads in another order, and QK-norm with the epsilon of the other norms
     monkeypatch.setattr("jgpt.interop.gguf._neighbours", lambda weights, heads: weights)
-    model, tokenizer = models["llama"]
-    save_gguf(model, tmp_path / "wrong.gguf", tokenizer=tokenizer, weights="f32")
-    as_llama = next(each for each in asked if "llama.gguf" in each["file"])
-    *answers, wrong = in_llamacpp(*asked, as_llama | {"file": str(tmp_path / "wrong.gguf")})
-    for name, found, wanted in zip(models, answers, expected, strict=True):
-        assert found == wanted, name
-    assert wrong["text"] not in [each["text"] for each in answers]
+    monkeypatch.setattr("jgpt.interop.names._factor_for_epsilon", lambda config: 1.0)
+    for name in ("llama", "qwen3"):
+        wrong = f"wrong {name}"
+        files[wrong] = tmp_path / f"wrong_{name}.gguf"
+        known[wrong] = known[name]
+        save_gguf(known[name].model, files[wrong], tokenizer=known[name].tokenizer)
+
+    answers = of_llamacpp(files, known)
+
+    assert sum(len(answer["log_probabilities"]) == 5 for answer in answers.values()) >= 5
+    for name, answer in answers.items():
+        if not name.startswith("wrong"):
+            assert_ours(answer, known[name])
+            continue
+        with pytest.raises(AssertionError):
+            assert_ours(answer, known[name])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from json import dumps
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jgpt.cli import terminal
 from jgpt.cli.arguments import Lines, code_options, shell_command
@@ -61,17 +61,20 @@ def _dry_run(config: TrainConfig, options: RunOptions) -> Lines:
 
     screen = open_console(stderr=options.json)
     with console.ConsoleProgress(screen, "reading the data") as progress:
-        planned = plan(
-            config,
-            initial=options.initial,
-            with_optimizer=options.with_optimizer,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            progress=progress,
-        )
+        planned = plan(config, progress=progress, **_beginning(options))
     if options.json:
         return [dumps(dataclasses.asdict(planned), default=str)]
     return report.describe(planned)
+
+
+def _beginning(options: RunOptions) -> dict[str, Any]:
+    """How a run begins, in the keywords of `fit` and of its plan."""
+    return {
+        "initial": options.initial,
+        "with_optimizer": options.with_optimizer,
+        "resume": options.resume,
+        "overwrite": options.overwrite,
+    }
 
 
 def _leave(message: str) -> NoReturn:
@@ -97,12 +100,9 @@ def _train(config: TrainConfig, options: RunOptions, began: float) -> Lines:
         try:
             run = fit(
                 config,
-                initial=options.initial,
-                with_optimizer=options.with_optimizer,
-                resume=options.resume,
-                overwrite=options.overwrite,
                 progress=progress,
                 should_stop=lambda: bool(codes) or progress.reader_left,
+                **_beginning(options),
             )
         except TrainingStopped as stopped:
             if stopped.step == 0:  # while the text was tokenized: there is nothing to resume
