@@ -128,8 +128,8 @@ def copy_runs(page: Path, run: Path, folder: Path, made: str) -> None:
 
 
 def without_lines(text: str) -> str:
-    """A text whose places in the package have no line number, which any edit above them moves."""
-    return re.sub(r"\b(transformer\.py):\d+", r"\1:N", text)
+    """A text whose lines of the package and of the page have no number: any edit moves them."""
+    return re.sub(r"\b(transformer\.py|\w+\.md):\d+", r"\1:N", text)
 
 
 def run_python(block: Block, names: dict[str, Any], page: str) -> str:
