@@ -339,8 +339,7 @@ def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
     for kept, factor, norm in ((of_attention, 2, "attention"), (of_mlps, 3, "feed_forward")):
         expected = []
         for layer in range(3):
-            # The first result is that of the base class, without the bias.
-            expected.append(factor * results[f"blocks.{layer}.{norm}_norm[1]"].mean())
+            expected.append(factor * results[f"blocks.{layer}.{norm}_norm"].mean())
         np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-7)
         assert len(set(map(float, kept))) == 3
 
@@ -387,6 +386,23 @@ def test_results_are_captured_and_edited_as_by_hand(family, changes):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
         # the edit is seen
         assert np.abs(found - expected_results["logits"]).max() > 1e-3
+
+
+def test_a_module_whose_call_is_that_of_its_base_class_and_more_is_captured_and_edited_once():
+    """A LayerNorm calls RMSNorm's call, and adds its bias."""
+    model = model_of()
+    hidden = by_hand(model, TOKENS)["blocks.2"]
+    normed = model.final_norm(hidden)
+    bias = model.final_norm.bias
+    assert bias is not None
+    assert abs(bias[...]).max() > 0.1
+
+    found = jgpt.capture(model, "final_norm", "final_norm.__call__")(TOKENS)
+    edited = jgpt.edit(model, {"final_norm": lambda x: x + 1.0})(TOKENS)
+
+    np.testing.assert_allclose(found["final_norm"], normed, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["final_norm.__call__"], normed - bias[...], atol=1e-5)
+    np.testing.assert_allclose(edited, model.logits(normed + 1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_patch_of_another_prompt_under_jit_and_grad():

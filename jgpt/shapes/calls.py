@@ -19,8 +19,9 @@ class TypedCall:
 
     path: str
     """The module's path in the outermost module, followed by the method or function, unless the
-    call is the module's own: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`. The
-    path of the outermost module is empty, and so is that of another library's module."""
+    call is the module's own: `blocks.1.attention`, `blocks.1.attention.merge_heads`, `hidden`;
+    `final_norm.__call__` is the call of a base class in it. The path of the outermost module is
+    empty, and so is that of another library's module."""
     function: Callable[..., Any]
     arguments: dict[str, Any]
     """The arguments by name, with `self` and defaults."""
@@ -69,6 +70,8 @@ class _Place:
     path: str
     modules: dict[int, tuple[str, Any]]
     """Path and module by the module's id. The module is stored so that no other can get its id."""
+    called: Any = None
+    """The module whose own call is running, in which `super().__call__` is a function."""
 
 
 _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("watchers", default=())
@@ -138,10 +141,15 @@ def call_watched(
     """Call a function, with the watchers called before it and their replacements applied to its
     result."""
     watchers = _WATCHERS.get()
-    place_of_call = module_path_of(bound.arguments.get("self"))
+    module = bound.arguments.get("self")
+    place_of_call = module_path_of(module)
     path = place_of_call.path
+    is_super = module is not None and _PLACE.get().called is module
+    is_call = function.__name__ == "__call__"
+    if is_call:
+        place_of_call = dataclasses.replace(place_of_call, called=module)
     # The path of a module's own call is that of the module.
-    if function.__name__ != "__call__":
+    if is_super or not is_call:
         path = f"{path}.{function.__name__}".removeprefix(".")
     # otherwise a watcher that calls typed functions would watch itself without end
     replacements = []

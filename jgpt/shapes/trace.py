@@ -236,7 +236,7 @@ def trace_calls(
             in_module.pop()
             caller = stack[-1]
             # A base class's call; the module's own call is in the tree.
-            is_super = is_module and caller is not root and caller.name == name
+            is_super = is_module and call.path.endswith("__call__")
             if is_super or _is_left_out(traced, is_module, is_in_module):
                 caller.calls += traced.calls  # the calls inside take its place
             else:
