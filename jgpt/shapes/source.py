@@ -199,7 +199,7 @@ class AnnotatedSource:
         return "<pre>" + "\n".join(lines) + "</pre>"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the source as plain data; docs/editors.md describes the fields."""
+        """Return the source as plain data; docs/api.md lists the fields."""
         error = None
         if self.error is not None:
             path, line = self.error_place or (None, None)
