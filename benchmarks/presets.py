@@ -1,4 +1,4 @@
-"""Write the record of the presets' sizes; `tables.py` makes the tables of docs/presets.md from it.
+"""Write the record of the presets' sizes; `tables.py` makes the tables of docs/train.md from it.
 
     JAX_PLATFORMS=cpu python benchmarks/presets.py
 

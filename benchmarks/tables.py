@@ -18,7 +18,7 @@ from jgpt.presets import DEFAULT_PRESET, PRESETS
 from jgpt.words import format_bytes
 
 PAGES = [
-    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "look", "presets")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "look", "train")),
     *(
         ROOT / "benchmarks" / f"{page}.md"
         for page in ("ablation", "details", "processors", "proofs")
@@ -42,14 +42,9 @@ OTHER_SETTING = (
 """How the rows begin in which jgpt has another dtype or another model."""
 SAMPLED = ("tokens/s sampled in float32",)
 README_ROWS = {
-    "train step, nanoGPT's CPU setting, float32": "step_time",
     "whole command, nanoGPT's CPU setting in both": "time_to_loss",
-    "peak memory of training, nanoGPT's CPU setting": "memory",
-    # our preset in the time, or to the loss, of theirs
     "whole command to nanoGPT's loss": "time_to_loss",
-    "loss when nanoGPT's command ends": "time_to_loss",
     "tokens/s sampled in float32, 10.7M, batch 16, beside CTranslate2": "sampling",
-    "tokens/s sampled in float32, 10.7M, batch 1, beside CTranslate2": "sampling",
 }
 """How the rows of the README begin, in its order, and the record of each."""
 NUMBERS = "no", "one", "two", "three", "four", "five"
@@ -79,7 +74,7 @@ OPTIONAL_ENGINES = ("OpenVINO float32", "OpenVINO int8", "llama.cpp F16", "llama
 AXES = {"num_layers": "layers", "embed_dim": "width", "block_size": "block"}
 """What `scaling` calls them."""
 TEST_LOSS = "test_loss_in_windows_of_"
-LOSSES = ROOT / "docs" / "runs.md"
+LOSSES = ROOT / "benchmarks" / "details.md"
 """The page whose table has the lowest and the highest loss of each preset, and their commit."""
 LOSS = re.compile(r"^\| `([a-z-]+)`[^|]*\| (\d\.\d+) \| (\d\.\d+)", re.MULTILINE)
 """A row of that table: the preset, the lowest and the highest loss."""

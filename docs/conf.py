@@ -42,6 +42,7 @@ author = "the authors of jgpt"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "benchmarks/*.md"]
+include_patterns += ["notebooks/README.md"]
 include_patterns += ["benchmarks/results/*.md", "tests/contract/README.md"]
 CONTENTS = """
 ```{toctree}
@@ -49,9 +50,7 @@ CONTENTS = """
 :caption: Start here
 docs/start
 docs/from_nanogpt
-docs/presets
-docs/data
-docs/runs
+docs/train
 docs/troubleshooting
 ```
 ```{toctree}
@@ -62,16 +61,12 @@ docs/weights
 docs/elsewhere
 docs/scale
 docs/look
-docs/idea
 ```
 ```{toctree}
 :hidden:
 :caption: Shapes
-docs/shapes_in_your_code
-docs/shared_sizes
 docs/shapes
 docs/read_the_model
-docs/editors
 ```
 ```{toctree}
 :hidden:
@@ -258,7 +253,7 @@ PLAYGROUND = """
 ```
 """
 """A page of `jgpt look`, which is trained when the site is built."""
-PLAYED_IN = {root_doc: "docs/pictures/terminal.svg)\n", "docs/look": "pictures/look.png)\n"}
+PLAYED_IN = {root_doc: "docs/pictures/look-letters.png)\n", "docs/look": "pictures/look.png)\n"}
 """The pages that show it, and what it comes after."""
 
 
@@ -298,11 +293,6 @@ def check_pages(app: Sphinx, exception: Exception | None) -> None:
         # In a process of its own, since what JAX logs would be a warning of Sphinx here.
         command = [sys.executable, HERE / "playground.py", Path(app.outdir, "playground.html")]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(HERE.parent)}, check=True)
-    # Sphinx copies the pictures of Markdown, and not those of an HTML <picture>.
-    for picture in Path(app.confdir, "pictures").glob("shapes-*.svg"):
-        folder = Path(app.outdir, "docs", "pictures")
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, folder)
     shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
     for path in Path(app.outdir).rglob("*"):
         if path.suffix in (".html", ".css", ".js", ".svg"):

@@ -35,11 +35,11 @@ from tests.models import random_gpt
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-_NAMES_OF_RUN = ("from_nanogpt", "look", "runs", "weights")
+_NAMES_OF_RUN = ("from_nanogpt", "look", "train", "weights")
 RUN = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _NAMES_OF_RUN)]
 """Pages whose commands are all run. On other pages, commands without output are only parsed: they
 start many processes, or train large models."""
-SESSION = ROOT / "docs" / "idea.md"
+SESSION = ROOT / "docs" / "change.md"
 """A page whose commands and Python are run in turn, in one folder."""
 SAME = functools.partial(
     doctest.OutputChecker().check_output,
@@ -158,7 +158,7 @@ def pages_with_python() -> list[Any]:
     pages = {page for page, block in ALL if block.language == "python"}
     cases = []
     for page in sorted(pages - {SESSION}):
-        if page.name in ("api.md", "change.md", "data.md", "runs.md"):
+        if page.name in ("api.md", "train.md"):
             cases.append(pytest.param(page, marks=pytest.mark.slow))
         else:
             cases.append(page)
@@ -479,8 +479,8 @@ def test_what_is_wrong_is_seen(tmp_path):
 # --- resuming ---------------------------------------------------------------------------------
 
 
-def test_the_page_of_runs_lists_the_options_that_may_differ():
-    page = (ROOT / "docs" / "runs.md").read_text()
+def test_the_page_of_training_lists_the_options_that_may_differ():
+    page = (ROOT / "docs" / "train.md").read_text()
     _, _, table = page.partition("**Other options.**")
     table, _, _ = table.partition("**A NaN.**")
     listed = set(re.findall(r"`--([\w-]+)`", table))
