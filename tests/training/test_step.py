@@ -326,3 +326,25 @@ def test_every_dtype_is_kept_in_training_and_evaluation(dtype, param_dtype):
         assert dtypes == {jnp.dtype(param_dtype)}
         assert after == state
         assert metrics.loss.dtype == total.dtype == wide
+
+
+def test_many_seeds_are_trained_in_one_program(train_steps):
+    """As docs/scale.md says: each seed has the losses of its own training."""
+    states, windows, keys, alone = [], [], [], []
+    for seed in (3, 8):
+        config = dataclasses.replace(CONFIG, seed=seed)
+        states.append(init_state(config))
+        windows.append(batches(TOKENS, seed, 0, 7, config.batch_size, config.model.block_size))
+        keys.append(dropout_stream(seed))
+        own = jax.tree.map(jnp.array, states[-1])
+        _, metrics = train_steps(own, windows[-1], keys[-1], 7, 0)
+        alone.append(metrics.loss)
+
+    def stacked(trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    together = jax.vmap(train_steps, in_axes=(0, 0, 0, None, None))
+    _, metrics = together(stacked(states), stacked(windows), stacked(keys), 7, 0)
+
+    assert abs(alone[0] - alone[1]).max() > 0.01
+    np.testing.assert_allclose(metrics.loss, np.stack(alone), rtol=1e-5)
