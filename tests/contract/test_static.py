@@ -1,4 +1,4 @@
-"""The kinds of README.md that static types can't read: the right function alone is proven."""
+"""The kinds of docs/shapes.md that static types can't read: the right function alone is proven."""
 
 import dataclasses
 from collections.abc import Callable
