@@ -77,6 +77,29 @@ def current_platform() -> Platform:
     return Platform(jax.default_backend(), capability)
 
 
+# The last one is on Windows' Linux. `nvidia-smi` on PATH is no sign: images have it without a GPU.
+NVIDIA_PATHS = ("/proc/driver/nvidia", "/dev/nvidia0", "/usr/lib/wsl/lib/nvidia-smi")
+"""Where a system shows that it has an NVIDIA GPU."""
+
+
+def describe_unused_gpu() -> str | None:
+    """Return what to install if there is an NVIDIA GPU and JAX uses the CPU; None otherwise.
+
+    None, too, if the user has chosen the CPU.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if chosen is not None or is_hidden or jax.default_backend() != "cpu":
+        return None
+    if not any(Path(path).exists() for path in NVIDIA_PATHS):
+        return None
+    # Of the same version as jaxlib, or JAX ignores the plugin for CUDA.
+    return (
+        "this machine has an NVIDIA GPU, but JAX uses the CPU: "
+        f"pip install 'jax[cuda12]=={jax.__version__}' and restart, or set JAX_PLATFORMS=cpu"
+    )
+
+
 def device_kinds() -> list[str]:
     """Return the kind of each device."""
     return [device.device_kind for device in jax.devices()]

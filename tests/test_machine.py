@@ -1,18 +1,23 @@
 """What machine this is."""
 
+import contextlib
 import resource
 import types
 
+import jax
 import pytest
 
 from jgpt.machine import (
     Platform,
     accelerators,
     current_platform,
+    describe_unused_gpu,
     memory_in_use,
     memory_limit,
     peak_flops,
 )
+from jgpt.runs.fit import plan
+from jgpt.runs.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -71,3 +76,48 @@ def test_memory_is_the_device_s_if_it_says_so(monkeypatch):
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which Linux says in KiB
     assert memory_in_use() == pytest.approx(resident, rel=0.1)
     assert memory_limit() is None
+
+
+def test_a_gpu_that_jax_does_not_use_is_named_unless_the_user_chose_the_cpu(monkeypatch, tmp_path):
+    planted = tmp_path / "nvidia0"
+    monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path / "none"), str(planted)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with jax_platforms(None):
+        assert describe_unused_gpu() is None
+        planted.touch()
+        # another version than jaxlib's would be ignored
+        assert f"'jax[cuda12]=={jax.__version__}'" in (describe_unused_gpu() or "")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert describe_unused_gpu() is None
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert describe_unused_gpu() is not None
+        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+        assert describe_unused_gpu() is None
+    monkeypatch.undo()
+    monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(planted),))
+    with jax_platforms("cpu"):
+        assert describe_unused_gpu() is None
+
+
+@contextlib.contextmanager
+def jax_platforms(chosen: str | None):
+    """With JAX_PLATFORMS as the user may have set it; the backend of this process stays."""
+    before = jax.config.jax_platforms  # type: ignore[attr-defined]
+    jax.default_backend()
+    jax.config.update("jax_platforms", chosen)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def test_training_names_the_unused_gpu_before_it_starts(monkeypatch, small_run, tmp_path):
+    monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = []
+
+    class Heard(Progress):
+        def warned(self, message):
+            said.append(message)
+
+    with jax_platforms(None):
+        plan(small_run, progress=Heard())
+    assert [line for line in said if "jax[cuda12]==" in line]

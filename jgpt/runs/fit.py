@@ -32,6 +32,7 @@ from jgpt.files import write_file
 from jgpt.generation.decoding import generate
 from jgpt.generation.text import default_prompt
 from jgpt.machine import (
+    describe_unused_gpu,
     memory_in_use,
     peak_flops,
     process_count,
@@ -233,6 +234,10 @@ def prepare(
     for name in config.trackers:
         require_tracker(name)
     require_all_code(config)
+    # first, since a large text is tokenized for minutes
+    unused = describe_unused_gpu()
+    if unused is not None:
+        progress.warned(unused)
     out = Path(config.out or _unused_path(config.name))
     saved = None
     if resume and RunDirectory.exists(out):
