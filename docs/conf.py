@@ -59,6 +59,7 @@ docs/troubleshooting
 docs/change
 docs/weights
 docs/elsewhere
+docs/colab
 docs/scale
 docs/look
 ```
