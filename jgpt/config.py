@@ -22,7 +22,7 @@ from jgpt.fields import (
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["bfloat16", "float32", "float64"]
-ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
+ComputeDtype = Literal["auto", "float16", "bfloat16", "float32", "float64"]
 AttentionKernel = Literal["auto", "xla", "cudnn"]
 TokenizerName = Literal["char", "byte", "bpe", "gpt2"]
 TrackerName = Literal["tensorboard", "wandb"]
@@ -123,7 +123,8 @@ class ModelConfig(Fields):
     """Dropout of embeddings, attention weights and residual branches."""
     dtype: ComputeDtype = "float32"
     """The dtype of matrix products. Softmax, norms and loss are in at least float32. auto is
-    bfloat16 on TPUs and on GPUs since Ampere, else float32."""
+    bfloat16 on TPUs and on GPUs since Ampere, float16 with a loss scale on Volta and Turing (such
+    as a T4), else float32."""
     activation_dtype: ComputeDtype = "auto"
     """The dtype of activations between products. auto is dtype, but at least float32 on CPUs,
     where that is faster."""

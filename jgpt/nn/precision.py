@@ -16,15 +16,20 @@ from jgpt.shapes.contract import typed
 def for_platform(config: ModelConfig, platform: Platform) -> ModelConfig:
     """Return the config with each `auto` decided for a platform.
 
-    Products are in bfloat16 on TPUs and on CUDA GPUs since Ampere. Activations are in the same
-    dtype, except on CPUs, where they are float32: 16-bit products are fast there, but element-wise
-    operations on 16-bit numbers are slow because XLA converts each operand.
+    Products are in bfloat16 on TPUs and on CUDA GPUs since Ampere, and in float16 on Volta and
+    Turing, whose tensor cores have no bfloat16. Activations are in the same dtype, except on CPUs,
+    where they are float32: 16-bit products are fast there, but element-wise operations on 16-bit
+    numbers are slow because XLA converts each operand.
     """
     # In this order, since each choice depends on those before it.
     dtype = config.dtype
     if dtype == "auto":
-        bfloat16_is_fast = platform.name == "tpu" or (platform.cuda_capability or 0.0) >= 8.0
-        dtype = "bfloat16" if bfloat16_is_fast else "float32"
+        capability = platform.cuda_capability or 0.0  # None on other platforms
+        dtype = "float32"
+        if platform.name == "tpu" or capability >= 8.0:
+            dtype = "bfloat16"
+        elif capability >= 7.0:
+            dtype = "float16"
     activation_dtype = config.activation_dtype
     if activation_dtype == "auto":
         narrowest = jnp.float32 if platform.name == "cpu" else dtype

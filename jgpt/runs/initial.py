@@ -15,6 +15,7 @@ from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
 from jgpt.runs.checkpoints import choose, load_checkpoint
 from jgpt.runs.directory import RunDirectory, run_and_step
 from jgpt.runs.load import load, load_pretrained
+from jgpt.training.loss_scale import first_loss_scale
 from jgpt.training.optimizer import is_trainable
 from jgpt.training.state import State, placed_state
 from jgpt.words import did_you_mean
@@ -84,7 +85,12 @@ def with_moments(initial: Initial | None, config: TrainConfig) -> tuple[int, Cal
     step = initial.step
 
     def load_state() -> State:
-        _, state = load_checkpoint(folder, step, placed_state(config))
+        wanted = placed_state(config)
+        # A run on another machine has none, or one for other gradients.
+        loss_scale = wanted.pop("loss_scale", None)
+        _, state = load_checkpoint(folder, step, wanted)
+        if loss_scale is not None:
+            state["loss_scale"] = first_loss_scale()
         return state
 
     return step, load_state

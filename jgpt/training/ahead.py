@@ -36,15 +36,18 @@ class Chip:
 
 _TPU = Platform("tpu")
 _HOPPER = Platform("gpu", 9.0)
+_TURING = Platform("gpu", 7.5)
 _H100 = "NVIDIA H100 80GB HBM3"
 CHIPS = {
     "v5e": Chip("TPU v5 lite", _TPU, PEAK_FLOPS["TPU v5 lite"], 16 << 30, 0.82e12),
     "v5p": Chip("TPU v5", _TPU, PEAK_FLOPS["TPU v5"], 95 << 30, 2.77e12),
     "v6e": Chip("TPU v6 lite", _TPU, PEAK_FLOPS["TPU v6 lite"], 32 << 30, 1.64e12),
     "h100": Chip(_H100, _HOPPER, PEAK_FLOPS[_H100], 80 * 10**9, 3.35e12),
+    "t4": Chip("Tesla T4", _TURING, PEAK_FLOPS["Tesla T4"], 15 << 30, 0.32e12),
 }
 """The chips that jgpt can compile for without having them."""
-_H100_TARGET = """
+_TARGETS = {
+    "h100": """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
 dnn_version_info { major: 9 minor: 10 }
@@ -59,7 +62,25 @@ gpu_device_info {
   shared_memory_per_core: 233472  l2_cache_size: 52428800
   device_memory_size: 80000000000  memory_bandwidth: 3350000000000
 }
-"""  # XLA's description of a GPU, from the data sheet and CUDA's table of compute capabilities
+""",
+    "t4": """
+platform_name: "CUDA"
+device_description_str: "Tesla T4"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+gpu_device_info {
+  cuda_compute_capability { major: 7 minor: 5 }
+  core_count: 40  fpus_per_core: 64  clock_rate_ghz: 1.59
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 1024
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 65536
+  shared_memory_per_core: 65536  l2_cache_size: 4194304
+  device_memory_size: 16106127360  memory_bandwidth: 320000000000
+}
+""",
+}
+"""XLA's descriptions of GPUs, from data sheets and CUDA's table of compute capabilities."""
 _COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -89,7 +110,7 @@ def topology(on: str) -> tuple[Chip, list[Any]]:
     try:
         if chip.platform.name == "gpu":
             found = get_topology_desc(
-                platform="cuda", target_config=_H100_TARGET, topology=f"1x{shape}x1"
+                platform="cuda", target_config=_TARGETS[name], topology=f"1x{shape}x1"
             )
         else:
             found = get_topology_desc(on, platform="tpu")

@@ -23,6 +23,7 @@ from jgpt.nn.precision import at_least_float32
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import current_mesh, require_mesh
 from jgpt.shapes.contract import typed
+from jgpt.training.loss_scale import first_loss_scale, has_loss_scale
 from jgpt.training.optimizer import make_optimizer
 
 # One key for each purpose, from the same seed. Batches fold the step into the seed's key itself, so
@@ -32,8 +33,8 @@ _DROPOUT_STREAM = 2
 
 
 State = dict[str, Any]
-"""The train state by part: the `model`'s parameters, and the state of the `optimizer`. With
-`scan_layers`, the arrays of the blocks are stacked."""
+"""The train state by part: the `model`'s parameters, the state of the `optimizer`, and with
+products in float16 the `loss_scale`. With `scan_layers`, the arrays of the blocks are stacked."""
 
 
 @typed
@@ -73,7 +74,9 @@ def first_state(config: TrainConfig, weights: Weights) -> State:
     if config.optimizer.ema_decay > 0:
         # In 16 bits, the average's change in a step would be rounded to nothing.
         weights = jax.tree.map(at_least_float32, weights)
-    state = {"model": weights, "optimizer": optimizer_state}
+    state: State = {"model": weights, "optimizer": optimizer_state}
+    if has_loss_scale(config.model):
+        state["loss_scale"] = first_loss_scale()
     if stacking.uses_stacked_blocks(config.model):
         return stacking.stack_blocks(state)
     return state

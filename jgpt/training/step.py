@@ -24,6 +24,7 @@ from jgpt.nn.precision import at_least_float32
 from jgpt.parallel import rules
 from jgpt.parallel.mesh import current_mesh, require_mesh
 from jgpt.shapes.contract import record, typed
+from jgpt.training.loss_scale import has_loss_scale, next_loss_scale
 from jgpt.training.objective import as_loss, loss_dtype, objective_of, target_losses
 from jgpt.training.optimizer import LikeWeights, make_optimizer, trained_weights, with_frozen
 from jgpt.training.schedule import learning_rate_schedule
@@ -44,7 +45,7 @@ class Metrics:
     taken: Int[Array, ""]
     """The steps that the state has taken. Behind the call's steps if one was not finite."""
     extra: PyTree[Float[Array, " steps"]] = None
-    """The metrics of the objective by name; None without any."""
+    """The metrics of the objective by name, and those of float16's loss scale; None without any."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,11 @@ def train_step(
     step_key = jax.random.fold_in(key, step)
     # With `ema_decay`, the state's weights are an average, at which no gradient is taken.
     weights = trained_weights(state["model"], state["optimizer"])
-    loss, gradients, extra = gradients_of(setup, weights, arrays, batch, step_key)
+    loss_scale = state.get("loss_scale")
+    factor = None
+    if loss_scale is not None:
+        factor = loss_scale["factor"]
+    loss, gradients, extra = gradients_of(setup, weights, arrays, batch, step_key, factor)
     norm = optax.tree.norm(gradients)
 
     def loss_at(other_weights):
@@ -93,6 +98,19 @@ def train_step(
         return jnp.where(finite, new, old)
 
     next_state = jax.tree.map(new_if_finite, stepped, state)
+    if loss_scale is not None:
+        # Too large a factor is no fault of the model: the state is left as it is, and training goes
+        # on. A gradient that is not finite without a factor is one.
+        overflowed = jnp.isfinite(loss) & ~jnp.isfinite(norm) & (loss_scale["factor"] > 1)
+        finite = finite | overflowed
+        next_scale = next_loss_scale(loss_scale, overflowed)
+        next_state["loss_scale"] = jax.tree.map(new_if_finite, next_scale, loss_scale)
+        measured = {
+            "loss_scale": loss_scale["factor"],
+            "skipped_steps": next_scale["skipped_steps"].astype(loss.dtype),
+        }
+        extra = {**(extra or {}), **measured}
+        step -= loss_scale["skipped_steps"]  # as the optimizer counts, whose schedule it is
     learning_rate = jnp.asarray(setup.schedule(step), loss.dtype)
     return next_state, finite, (loss, norm, learning_rate, extra)
 
@@ -104,26 +122,42 @@ def gradients_of(
     arrays: Any,
     batch: Int[Array, "batch window"],
     key: Key[Array, ""],
+    factor: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], LikeWeights, PyTree[Float[Array, ""]]]:
-    """Return the loss of a batch, its gradients and its metrics."""
+    """Return the loss of a batch, its gradients and its metrics.
+
+    `factor` is that of the loss scale. It changes nothing but the rounding.
+    """
     if setup.config.micro_batches > 1:
-        return _accumulate(setup, weights, arrays, batch, key)
-    # A single one needs no scan, and gets the step's key itself.
-    loss, gradients, metrics = _measure(setup, weights, arrays, batch, key)
-    return loss, jax.tree.map(at_least_float32, gradients), metrics
+        loss, gradients, metrics = _accumulate(setup, weights, arrays, batch, key, factor)
+    else:
+        # A single one needs no scan, and gets the step's key itself.
+        loss, gradients, metrics = _measure(setup, weights, arrays, batch, key, factor)
+        gradients = jax.tree.map(at_least_float32, gradients)
+    if factor is not None:
+        gradients = jax.tree.map(lambda leaf: leaf / factor.astype(leaf.dtype), gradients)
+    return loss, gradients, metrics
 
 
 def _measure(
-    setup: StepSetup, weights: Any, arrays: Any, batch: Any, key: Any
+    setup: StepSetup, weights: Any, arrays: Any, batch: Any, key: Any, factor: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the loss, gradients and metrics of one micro-batch."""
-    loss_and_gradients = jax.value_and_grad(setup.loss_of, has_aux=True)
-    (loss, metrics), gradients = loss_and_gradients(weights, arrays, batch, key)
+    """Return the loss, gradients and metrics of one micro-batch; gradients are times the factor."""
+    if factor is None:
+        loss_and_gradients = jax.value_and_grad(setup.loss_of, has_aux=True)
+        (loss, metrics), gradients = loss_and_gradients(weights, arrays, batch, key)
+        return loss, gradients, metrics
+
+    def scaled_loss(weights):
+        loss, metrics = setup.loss_of(weights, arrays, batch, key)
+        return loss * factor.astype(loss.dtype), (loss, metrics)
+
+    gradients, (loss, metrics) = jax.grad(scaled_loss, has_aux=True)(weights)
     return loss, gradients, metrics
 
 
 def _accumulate(
-    setup: StepSetup, weights: Any, arrays: Any, batch: Any, key: Any
+    setup: StepSetup, weights: Any, arrays: Any, batch: Any, key: Any, factor: Any
 ) -> tuple[Any, Any, Any]:
     """Return the means of the losses, gradients and metrics of the micro-batches.
 
@@ -134,7 +168,7 @@ def _accumulate(
     keys = jax.random.split(key, count)
 
     def add(total, part):
-        measured = _measure(setup, weights, arrays, *part)
+        measured = _measure(setup, weights, arrays, *part, factor)
 
         def add_leaf(sum_so_far, leaf):
             return sum_so_far + leaf.astype(sum_so_far.dtype)
@@ -211,7 +245,7 @@ def _update(
     # Optax adds in the wider dtype, and casts to that of the weights.
     with jax.numpy_dtype_promotion("standard"):
         weights = optax.apply_updates(state["model"], updates)
-    stepped = {"model": weights, "optimizer": optimizer_state}
+    stepped = state | {"model": weights, "optimizer": optimizer_state}
     if current_mesh().empty:
         return stepped
     # Updates may be replicated, as Muon's are, but the state stays sharded.
@@ -228,10 +262,11 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
     It maps (state, windows, key, count, first_step, taken=None, arrays=None) to (state, metrics).
     `first_step` is the number of steps taken before the call, and one program serves every count.
     The state is donated. If the loss or gradient of a step is not finite, this step and all later
-    ones are skipped. A later call skips its steps, too, if it is given the `metrics.taken` of the
-    call before. The `arrays` that an objective holds, such as a teacher's, are those of
-    `placed_arrays`; without them they are constants of the program. Raises ValueError for a config
-    with a mesh that is not set.
+    ones are skipped; after an overflow in float16 only this one is, and the loss scale is halved. A
+    later call skips its steps, too, if it is given the `metrics.taken` of the call before. The
+    `arrays` that an objective holds, such as a teacher's, are those of `placed_arrays`; without
+    them they are constants of the program. Raises ValueError for a config with a mesh that is not
+    set.
     """
     require_mesh(config.mesh)
     setup, held = _set_up(config)
@@ -271,8 +306,8 @@ def make_train_steps(config: TrainConfig) -> jax.stages.Wrapped:
 
         empty = jnp.zeros(windows.shape[0], loss_dtype(config.model))
         extra = None
-        if config.objective is not None:
-            # The names of its metrics are known only from a trace.
+        if config.objective is not None or has_loss_scale(config.model):
+            # The names of their metrics are known only from a trace.
             one_step = functools.partial(train_step, setup)
             _, _, (*_, extra) = jax.eval_shape(one_step, state, arrays, windows[0], key, taken)
         metrics = (empty, empty, empty, jax.tree.map(lambda _: empty, extra))

@@ -295,6 +295,23 @@ def test_a_step_for_chips(on, package, tmp_path):
         assert sent["reduce-scatter"] >= 4 * MATRICES * 3 // 4
 
 
+@pytest.mark.slow
+def test_a_t4_multiplies_in_float16_with_a_loss_scale(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.CONFIG", dataclasses.replace(CONFIG, mesh=None))
+    step, text = compiled("t4:1", "jax_plugins")
+
+    # two counters, and the loss scale's three numbers
+    assert step.memory.state == 4 * 3 * (PARAMETERS + NORMS) + 2 * 4 + 3 * 4
+    assert step.fits
+    assert "bf16" not in text  # which a T4 would emulate
+    named = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", text))
+    of_cublas = r"custom-call\(%([\w.-]+), %([\w.-]+)[^)]*\), custom_call_target=\"__cublas"
+    operands = re.findall(of_cublas, text)
+    assert len(operands) >= 3 * 2 * 4  # forward and twice backward, of each block's matrices
+    wide = [pair for pair in operands if {named[name] for name in pair} != {"f16"}]
+    assert len(wide) == 2 * 2  # the gradients of queries and keys, in each block
+
+
 # --- costs of the presets' programs beside a record of them ---------------------------------------
 
 
