@@ -18,7 +18,9 @@ from typing import Any
 
 from runner import Figures, Variant, call, draws
 
+import jgpt
 from jgpt.config import ModelConfig
+from jgpt.interop.gguf import save_gguf
 from jgpt.presets import preset
 
 TEMPERATURE = 0.8
@@ -267,37 +269,9 @@ def prepare(folder: str, models: list[str]) -> None:
 
 def write_gguf(path: str, dtype: str) -> None:
     """A GPT-2 of transformers as llama.cpp reads it, beside its folder."""
-    import gguf
-    import transformers
-
-    model = transformers.GPT2LMHeadModel.from_pretrained(path)
-    shape = model.config
-    kind = gguf.GGMLQuantizationType[dtype]
-    writer = gguf.GGUFWriter(f"{path}-{dtype}.gguf", "gpt2")
-    writer.add_context_length(shape.n_positions)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(4 * shape.n_embd)
-    writer.add_block_count(shape.n_layer)
-    writer.add_head_count(shape.n_head)
-    writer.add_layer_norm_eps(shape.layer_norm_epsilon)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"t{index}" for index in range(shape.vocab_size)])
-    writer.add_token_merges(["t 0"])
-    writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, shape.n_layer)
-    for theirs, parameter in model.transformer.named_parameters():
-        array = parameter.detach().numpy()
-        if theirs.startswith("h.") and array.ndim == 2:
-            array = array.T.copy()  # transformers stores (in, out)
-        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        is_quantised = array.ndim == 2 and theirs != "wpe.weight"
-        if is_quantised:
-            quantised = gguf.quants.quantize(array, kind)
-            writer.add_tensor(name, quantised, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    model = jgpt.load_hf(path)
+    if model.vocab_size < 256:  # prompts are tokens, so that any text for them will do
+        tokenizer = jgpt.CharTokenizer("".join(map(chr, range(32, 32 + model.vocab_size))))
+    else:
+        tokenizer = jgpt.BPETokenizer.train(["a text"], 257).padded_to(model.vocab_size)
+    save_gguf(model, f"{path}-{dtype}.gguf", tokenizer=tokenizer, weights=dtype.lower())
