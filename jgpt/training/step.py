@@ -168,7 +168,7 @@ def _accumulate(
     keys = jax.random.split(key, count)
 
     def add(total, part):
-        measured = _measure(setup, weights, arrays, *part, factor)
+        measured = _measure(setup, weights, arrays, *part, factor=factor)
 
         def add_leaf(sum_so_far, leaf):
             return sum_so_far + leaf.astype(sum_so_far.dtype)

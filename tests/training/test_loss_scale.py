@@ -166,6 +166,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path,
     assert 1 < skipped[-1] < config.steps - 1
     saved = []
     for run in (whole, resumed):
+        assert run.path is not None
         like = abstract_state(run.config)
         _, state = load_checkpoint(run.path / "checkpoints", "last", like)
         saved.append(bits(state))
