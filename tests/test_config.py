@@ -34,7 +34,7 @@ from tests.quick import only
     [
         (ModelConfig, {"embed_dim": 30}, "`embed_dim=30` must be divisible by `num_heads=4`"),
         (ModelConfig, {"vocab_size": 2.5}, "`vocab_size` must be an integer, not 2.5"),
-        (ModelConfig, {"dtype": "float16"}, "one of auto, bfloat16, float32, float64, not"),
+        (ModelConfig, {"dtype": "float8"}, "one of auto, float16, bfloat16"),
         (ModelConfig, {"hidden_dim": "7"}, "`hidden_dim` must be an integer or None, not '7'"),
         (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (7,), "block_size": 6}, "`ngram_sizes=(7,)`"),
