@@ -1,10 +1,9 @@
 """Execute lessons, each in a fresh process, and save the outputs.
 
-`make notebooks` runs this on all lessons; arguments choose some by path.
-Exercises, which are in Markdown cells, are run in place: a student's starter,
-whose check must fail, and the solution. The alternative text of a picture
-comes from the metadata of the cell, as MyST-NB has it:
-`{"mystnb": {"image": {"alt": "..."}}}`.
+`make notebooks` runs this on all lessons; arguments choose some by path. Each
+runs in a folder of its own, in which an exercise may save a part. The
+alternative text of a picture comes from the metadata of the cell, as MyST-NB
+has it: `{"mystnb": {"image": {"alt": "..."}}}`.
 
 A page of `jgpt.look` holds a model. What is saved of it is a picture, which
 Chromium takes, of the part that the metadata names: `{"page": "attention"}`.
@@ -21,77 +20,32 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell
-from student import exercise_of
 
 FOLDER = Path(__file__).resolve().parent
 
 
-def attempts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """An exercise as code, as it is run here.
-
-    The starter, with a check that must fail, the solution as teachers have it,
-    and the check of students.
-    """
-    if (exercise := exercise_of(cell)) is None:
-        return []
-    failing = {"tags": ["exercise", "starter", "raises-exception"]}
-    attempt = f"{exercise.starter}\n{exercise.check}"
-    return [
-        new_code_cell(attempt, metadata=failing),
-        new_code_cell(exercise.solution, metadata={"tags": ["exercise"]}),
-        new_code_cell(exercise.check, metadata={"tags": ["exercise"]}),
-    ]
-
-
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs.
-
-    Raises CellExecutionError where a cell fails, and ValueError where a
-    starter passes its check.
-    """
+    """The notebook with fresh outputs, or a CellExecutionError."""
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells = [
-        part for cell in notebook.cells for part in (cell, *attempts(cell))
-    ]
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        startup_timeout=300,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(FOLDER)}},
-    )
-    # the package beside the notebooks, not an installed one
-    client.execute(
-        env={
-            "JAX_PLATFORMS": "cpu",
-            **os.environ,
-            "PYTHONPATH": str(FOLDER.parent),
-        }
-    )
-    for cell in notebook.cells:
-        if "starter" not in cell.metadata.get("tags", ()):
-            continue
-        errors = [
-            output.evalue
-            for output in cell.outputs
-            if output.output_type == "error"
-        ]
-        if not errors:
-            passes = "the check passes without a solution"
-            raise ValueError(f"{path.name}: {passes}:\n{cell.source}")
-        if not errors[0].startswith("not solved yet"):
-            raise ValueError(
-                f"{path.name}: without a solution the check says "
-                f"{errors[0]!r}, not that it isn't solved yet:\n{cell.source}"
-            )
-    notebook.cells = [
-        c
-        for c in notebook.cells
-        if "exercise" not in c.metadata.get("tags", ())
-    ]
+    # the package and the modules beside the notebooks, not installed ones
+    modules = os.pathsep.join((str(FOLDER.parent), str(FOLDER)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "lesson")
+        folder.mkdir()
+        for name in ("benchmarks", "notebooks"):  # some lessons read records
+            Path(temporary, name).symlink_to(FOLDER.parent / name)
+        client = NotebookClient(
+            notebook,
+            timeout=600,
+            startup_timeout=300,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        client.execute(
+            env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": modules}
+        )
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
     for count, cell in enumerate(code, 1):
         cell.execution_count = count

@@ -1,16 +1,16 @@
-"""Write two editions of each lesson: for students, and solved for teachers.
+"""Write two editions of each lesson: for students, and for teachers.
 
 `make student` runs this. A notebook that was changed since then is kept, and a
-new edition is written beside it. The solution of an exercise is split at the
-line `# Check`, or else at its first `assert` or call of `np.testing`. What
-comes before becomes a starter: it has the names that the check reads. The rest
-is the check. For students, the check says "not solved yet" until there is a
-solution, has no comments, and has digests in place of answers that the task
-doesn't mention.
+new edition is written beside it. In a lesson, the solution of an exercise is a
+code cell with the tag `solution`, which Jupyter and Colab fold; its task is the
+cell before. The solution is split at the line `# Check`, or else at its first
+`assert` or call of `np.testing`. What comes before becomes a starter: it has
+the names that the check reads. The rest is the check. For students, the check
+says "not solved yet" until there is a solution, has no comments, and has
+digests in place of answers that the task doesn't mention.
 """
 
 import ast
-import copy
 import io
 import json
 import re
@@ -24,10 +24,10 @@ from checks import digest_of
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 FOLDER = Path(__file__).resolve().parent
-FOLDED = re.compile(
-    r"<details>\n<summary>Solution</summary>\n(.*?)\n</details>\n?", re.DOTALL
+ABOUT = re.compile(
+    r"<details>\n<summary>About the solution</summary>\n(.*?)\n</details>\n?",
+    re.DOTALL,
 )
-CODE = re.compile(r"^```python\n(.*?)^```$\n?", re.DOTALL | re.MULTILINE)
 STAMP = "# SHA-256 of what follows, as it was written: "
 MODULES = (
     "pictures.py",
@@ -48,6 +48,7 @@ class Exercise:
     task: str
     explanation: str
     solution: str
+    id: str
 
     @property
     def statements(self) -> tuple[list[ast.stmt], list[ast.stmt]]:
@@ -123,24 +124,15 @@ class Exercise:
     @property
     def check(self) -> str:
         """The check as students get it."""
-        solution, checks = self.statements
-        written = {  # functions and classes, whose starters raise
-            statement.name
-            for statement in solution
-            if isinstance(statement, ast.FunctionDef | ast.ClassDef)
-        }
-        values = [name for name in self.names if name not in written]
-        lines = [self._without_answer(statement) for statement in checks]
-        if values:
-            given = ", ".join(f"{name}={name}" for name in values)
-            lines.insert(0, f"require_solved({given})")
+        _, checks = self.statements
+        given = ", ".join(f"{name}={name}" for name in self.names)
+        lines = [f"require_solved({given})"]
+        lines += [self._without_answer(statement) for statement in checks]
         code = "\n".join(lines)
         used = [
             name for name in ("is_answer", "require_solved") if name in code
         ]
-        if used:
-            code = f"from checks import {', '.join(used)}\n\n{code}"
-        return code
+        return f"from checks import {', '.join(used)}\n\n{code}"
 
     def _signature(self, function: ast.FunctionDef) -> str:
         """A function without its body; without its annotations if they are
@@ -188,14 +180,20 @@ class Exercise:
         return _without_comments(source)
 
 
-def exercise_of(cell: nbformat.NotebookNode) -> Exercise | None:
-    """The exercise in a Markdown cell."""
-    found = FOLDED.search(cell.source) if cell.cell_type == "markdown" else None
-    if found is None:
-        return None
-    task = FOLDED.sub("", cell.source).strip()
-    code = "\n".join(CODE.findall(found[1]))
-    return Exercise(task, CODE.sub("", found[1]).strip(), code)
+def exercises_in(cells: list[nbformat.NotebookNode]) -> dict[int, Exercise]:
+    """The exercises of a lesson, each at the place of its solution."""
+    found = {}
+    for place, cell in enumerate(cells):
+        if "solution" in cell.metadata.get("tags", ()):
+            task = cells[place - 1]
+            about = ABOUT.search(task.source)
+            found[place] = Exercise(
+                ABOUT.sub("", task.source).strip(),
+                about[1].strip() if about else "",
+                cell.source,
+                task.id,
+            )
+    return found
 
 
 def _checks(statement: ast.stmt) -> bool:
@@ -264,32 +262,21 @@ def _list_of(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def student_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """The cell as it is, without outputs; or a task, a starter and a check."""
-    if exercise := exercise_of(cell):
-        check = f"{CHECK_TITLE}\n{exercise.check}"
-        return [
-            new_markdown_cell(exercise.student_task, id=cell.id),
-            new_code_cell(exercise.starter, id=f"{cell.id}-starter"),
-            new_code_cell(check, id=f"{cell.id}-check"),
-        ]
-    plain = copy.deepcopy(cell)
-    if plain.cell_type == "code":
-        plain.outputs, plain.execution_count = [], None
-    return [plain]
+def student_cells(exercise: Exercise) -> list[nbformat.NotebookNode]:
+    """A task, a starter and a check."""
+    check = f"{CHECK_TITLE}\n{exercise.check}"
+    return [
+        new_markdown_cell(exercise.student_task, id=exercise.id),
+        new_code_cell(exercise.starter, id=f"{exercise.id}-starter"),
+        new_code_cell(check, id=f"{exercise.id}-check"),
+    ]
 
 
-def teacher_cells(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """The cell as it is; or a task and its solution."""
-    if exercise := exercise_of(cell):
-        text = (
-            f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
-        )
-        code = new_code_cell(
-            exercise.solution.rstrip(), id=f"{cell.id}-solution"
-        )
-        return [new_markdown_cell(text, id=cell.id), code]
-    return [cell]
+def teacher_cells(exercise: Exercise) -> list[nbformat.NotebookNode]:
+    """A task and its solution."""
+    text = f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
+    code = new_code_cell(exercise.solution, id=f"{exercise.id}-solution")
+    return [new_markdown_cell(text, id=exercise.id), code]
 
 
 EDITIONS = {"student": student_cells, "teacher": teacher_cells}
@@ -298,9 +285,16 @@ EDITIONS = {"student": student_cells, "teacher": teacher_cells}
 def edition(lesson: Path, name: str) -> nbformat.NotebookNode:
     """A lesson as a notebook of an edition."""
     notebook = nbformat.read(lesson, as_version=4)
-    notebook.cells = [
-        part for cell in notebook.cells for part in EDITIONS[name](cell)
-    ]
+    exercises = exercises_in(notebook.cells)
+    cells: list[nbformat.NotebookNode] = []
+    for place, cell in enumerate(notebook.cells):
+        if place in exercises:
+            cells[-1:] = EDITIONS[name](exercises[place])
+            continue
+        if name == "student" and cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+        cells.append(cell)
+    notebook.cells = cells
     return notebook
 
 

@@ -91,10 +91,9 @@ tuned = jgpt.GPT(config, rngs=nnx.Rngs(1))
 def exercises_of(lesson: str) -> dict[str, Any]:
     """The exercises, by the first name that a solution defines."""
     found = {}
-    for cell in nbformat.read(ROOT / "notebooks" / f"{lesson}.ipynb", as_version=4).cells:
-        exercise = student["exercise_of"](cell)
-        if exercise is not None:
-            found[exercise.names[0]] = exercise
+    cells = nbformat.read(ROOT / "notebooks" / f"{lesson}.ipynb", as_version=4).cells
+    for exercise in student["exercises_in"](cells).values():
+        found[exercise.names[0]] = exercise
     return found
 
 
@@ -102,7 +101,7 @@ def definitions_of(lesson: str) -> str:
     """The functions and classes of a lesson's cells."""
     parts = []
     for cell in nbformat.read(ROOT / "notebooks" / f"{lesson}.ipynb", as_version=4).cells:
-        if cell.cell_type == "code":
+        if cell.cell_type == "code" and "solution" not in cell.metadata.get("tags", ()):
             for statement in ast.parse(cell.source).body:
                 if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                     parts.append(ast.unparse(statement))

@@ -33,7 +33,7 @@ window = jax.random.randint(jax.random.key(0), (3, 8), 0, 11)
 """
 PARTS = {}
 """The exercises of the parts, by the name that a solution defines."""
-for found in filter(None, map(student["exercise_of"], CELLS)):
+for found in student["exercises_in"](CELLS).values():
     if "parts.problem_of_" in found.check:
         PARTS[found.names[0]] = found
 
