@@ -34,6 +34,8 @@ MODULES = (
     "checks.py",
     "circuits.py",
     "experiments.py",
+    "given.py",
+    "mine.py",
     "parts.py",
     "rungs.py",
 )
@@ -163,18 +165,26 @@ class Exercise:
             return [f"{indent}def {function.name}({names}):", body]
         inside = function.body[ast.get_docstring(function) is not None :]
         lines = self.solution.splitlines()
-        return [*lines[_begin(function) - 1 : inside[0].lineno - 1], body]
+        kept = lines[_begin(function) - 1 : _begin(inside[0]) - 1]
+        return ["\n".join(kept).rstrip(), body]
 
     def _without_answer(self, statement: ast.stmt) -> str:
         """A statement of the check; `== ANSWER` is a digest of the answer."""
         match statement:
             case ast.Assert(
-                test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])
+                test=ast.Compare(
+                    left=left, ops=[ast.Eq()], comparators=[right]
+                ),
+                msg=message,
             ):
                 text = ast.unparse(right)
                 if _is_literal(right) and text not in self.task:
                     digest = digest_of(ast.literal_eval(text))
-                    return f'assert is_answer({ast.unparse(left)}, "{digest}")'
+                    found = ast.unparse(left)
+                    said = json.dumps(f"{found} isn't right")
+                    if message is not None:
+                        said = ast.unparse(message)
+                    return f'assert is_answer({found}, "{digest}"), {said}'
         source = ast.get_source_segment(self.solution, statement)
         assert source is not None
         return _without_comments(source)
@@ -232,9 +242,10 @@ def _defined_by(statements: list[ast.stmt]) -> list[str]:
     return list(names)
 
 
-def _begin(function: ast.FunctionDef) -> int:
-    """The first line of a function, or of its decorators."""
-    return min(line.lineno for line in (function, *function.decorator_list))
+def _begin(statement: ast.stmt) -> int:
+    """The first line of a statement, or of its decorators."""
+    decorators = getattr(statement, "decorator_list", [])
+    return min(line.lineno for line in (statement, *decorators))
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -153,7 +153,7 @@ MISTAKES = [
     ("is_clear", "after.max() <", "after.max() >", "all are lower, so"),
     ("is_clear", "before.min()", "(before.min() - 0.05)", "2.29 is below"),
     ("NormAfter", "attended = self.attention_norm(x + self.attention(x, rngs=rngs))",
-     "attended = x + self.attention(self.attention_norm(x), rngs=rngs)", "differ from jgpt's"),
+     "attended = x + self.attention(self.attention_norm(x), rngs=rngs)", "differ by up to"),
     ("NormAfter", "attended = self.attention_norm(x + self.attention(x, rngs=rngs))",
      "attended = x + self.attention(x, rngs=rngs)", "without the norm after attention"),
     ("NormAfter", "return self.feed_forward_norm(attended + changed)",
