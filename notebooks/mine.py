@@ -77,9 +77,12 @@ def save(written: Any) -> None:
     others = [each for each in PARTS if each in used and each != name]
     parts = "".join(f'{other} = found("{other}")\n' for other in others)
     code = f"{IMPORTS}{parts}\n\n{cell.strip()}\n"
-    namespace: dict[str, Any] = {"__name__": name}
-    exec(compile(code, name, "exec"), namespace)
-    if missing := used - namespace.keys() - vars(builtins).keys():
+    defined = {
+        instruction.argval
+        for instruction in dis.get_instructions(compile(code, name, "exec"))
+        if instruction.opname == "STORE_NAME"
+    }
+    if missing := used - defined - vars(builtins).keys():
         raise NameError(
             f"{name} is right, but not saved: its cell reads "
             f"{', '.join(sorted(missing))} of another cell. Write both into one"
