@@ -30,6 +30,23 @@ def _is_starter(value: object) -> bool:
     return False
 
 
+def require_close(
+    found: object, expected: object, rtol: float = 1e-7, atol: float = 0.0
+) -> None:
+    """Raise AssertionError that says how numbers differ, not what is right."""
+    wanted = np.asarray(expected)
+    values = np.asarray(found)
+    if wanted.ndim == 0:
+        wanted = np.broadcast_to(wanted, values.shape)
+    if values.shape == wanted.shape and np.allclose(values, wanted, rtol, atol):
+        return
+    import jax.numpy as jnp  # editions are written without it
+    from parts import difference
+
+    said = difference(values, jnp.asarray(wanted))
+    raise AssertionError(said or "the values are near, but not equal")
+
+
 def is_answer(answer: object, digest: str) -> bool:
     """Whether an answer is the right one, of which a check has the digest.
 

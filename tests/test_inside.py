@@ -17,6 +17,7 @@ import jgpt
 from jgpt.cli import runs
 from jgpt.cli.commands.shapes import shapes as draw_shapes
 from jgpt.config import ModelConfig
+from jgpt.nn.layers import LayerNorm
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.expressions import name_sizes
 from tests.commands import refused, worked
@@ -392,8 +393,10 @@ def test_a_module_whose_call_is_that_of_its_base_class_and_more_is_captured_and_
     """A LayerNorm calls RMSNorm's call, and adds its bias."""
     model = model_of()
     hidden = by_hand(model, TOKENS)["blocks.2"]
-    normed = model.final_norm(hidden)
-    bias = model.final_norm.bias
+    norm = model.final_norm
+    assert isinstance(norm, LayerNorm)
+    normed = norm(hidden)
+    bias = norm.bias
     assert bias is not None
     assert abs(bias[...]).max() > 0.1
 

@@ -37,6 +37,7 @@ edition = student["edition"]
 write_editions = student["write_editions"]
 checks = importlib.import_module("checks")
 NotSolved = checks.NotSolved
+require_close = checks.require_close
 require_solved = checks.require_solved
 is_answer = checks.is_answer
 digest_of = checks.digest_of
@@ -116,7 +117,7 @@ def test_answers_are_folded_and_solutions_checked(path):
         assert "hide-input" in solution.metadata["tags"]
         assert cells[place - 1].cell_type == "markdown"
         assert solution.outputs == []
-        assert "assert" in exercise.check, exercise.solution
+        assert re.search("assert|require_close", exercise.check), exercise.solution
         assert "= ..." in exercise.starter or "NotImplementedError" in exercise.starter, exercise
 
 
@@ -127,6 +128,17 @@ def test_answers_are_compared_by_digest():
         assert not is_answer(other, digest_of(answer))
     with pytest.raises(NotSolved, match="not solved yet: b, c"):
         require_solved(a=1, b=..., c=...)
+
+
+def test_numbers_that_differ_are_described_without_the_right_ones():
+    right = np.arange(6.0).reshape(2, 3)
+    require_close(right + 1e-9, right, atol=1e-6)
+    require_close(np.ones(3), 1)
+    for wrong, said in ((right.T, "transposed"), (2 * right, "2 times"), (right + 1, "1 is added")):
+        with pytest.raises(AssertionError, match=said):
+            require_close(wrong, right)
+    with pytest.raises(AssertionError, match="near, but not equal"):
+        require_close(right + 1e-6, right)
 
 
 def test_each_starter_is_said_to_be_not_solved_yet():
@@ -185,8 +197,11 @@ def test_a_starter_defines_and_the_task_names_what_is_read_later(path):
 def test_no_check_has_a_comment_or_an_answer(path):
     for exercise in exercises_in(nbformat.read(path, as_version=4).cells):
         assert "#" not in exercise.check
+        assert "np.testing" not in exercise.check
         for node in ast.walk(ast.parse(exercise.check)):
             match node:
+                case ast.Assert(msg=None):
+                    raise AssertionError(f"nothing is said of a wrong answer: {exercise.check}")
                 case ast.Assert(
                     test=ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value)])
                 ):
