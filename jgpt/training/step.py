@@ -73,7 +73,8 @@ def train_step(
     """Take one step: from a state and the windows of a batch to the next state and the metrics.
 
     `step` is the number of steps taken before, `arrays` are those of the objective. Also returns
-    whether the step is finite. The metrics are the fields of `Metrics`, for one step.
+    whether training goes on: a step that is not finite ends it. The metrics are the fields of
+    `Metrics`, for one step.
     """
     batch = rules.shard_by_name(batch, "batch", None)
     # folded in, so that a step can be replayed and a run resumed
@@ -94,17 +95,15 @@ def train_step(
     # A step that is not finite leaves the state unchanged, and the loop over steps ends.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-    def new_if_finite(new, old):
-        return jnp.where(finite, new, old)
-
-    next_state = jax.tree.map(new_if_finite, stepped, state)
+    next_state = _new_if(finite, stepped, state)
+    goes_on = finite
     if loss_scale is not None:
         # Too large a factor is no fault of the model: the state is left as it is, and training goes
         # on. A gradient that is not finite without a factor is one.
         overflowed = jnp.isfinite(loss) & ~jnp.isfinite(norm) & (loss_scale["factor"] > 1)
-        finite = finite | overflowed
+        goes_on = finite | overflowed
         next_scale = next_loss_scale(loss_scale, overflowed)
-        next_state["loss_scale"] = jax.tree.map(new_if_finite, next_scale, loss_scale)
+        next_state["loss_scale"] = _new_if(goes_on, next_scale, loss_scale)
         measured = {
             "loss_scale": loss_scale["factor"],
             "skipped_steps": next_scale["skipped_steps"].astype(loss.dtype),
@@ -112,7 +111,12 @@ def train_step(
         extra = {**(extra or {}), **measured}
         step -= loss_scale["skipped_steps"]  # as the optimizer counts, whose schedule it is
     learning_rate = jnp.asarray(setup.schedule(step), loss.dtype)
-    return next_state, finite, (loss, norm, learning_rate, extra)
+    return next_state, goes_on, (loss, norm, learning_rate, extra)
+
+
+def _new_if(condition: Any, new: Any, old: Any) -> Any:
+    """Return the leaves of one of two trees."""
+    return jax.tree.map(lambda *leaves: jnp.where(condition, *leaves), new, old)
 
 
 @typed
