@@ -679,8 +679,10 @@ def test_the_command_has_its_source_as_json():
 )
 def test_the_source_of_a_step(option, name, line, shapes):
     said = worked("shapes", "tiny", option, "--source", "--of", name)
-    (found,) = [each for each in said.splitlines() if each.strip().startswith(line)]
-    assert found.partition(" | ")[2] == shapes
+    margins = [each.partition(" | ") for each in said.splitlines()]
+    assert [margin for code, _, margin in margins if code.strip().startswith(line) and margin] == [
+        shapes
+    ]
 
 
 def test_a_model_that_fails_ends_with_its_error(tmp_path):
