@@ -5,7 +5,7 @@ afterwards, in float32. The factor is as large as the gradients allow (Micikevic
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.shapes.contract import typed
@@ -13,7 +13,7 @@ from jgpt.shapes.contract import typed
 FIRST_FACTOR = 2.0**15
 STEPS_UNTIL_DOUBLED = 2000
 
-LossScale = dict[str, Float[Array, ""] | Int[Array, ""]]
+LossScale = PyTree[Float[Array, ""] | Int[Array, ""]]
 """The `factor`, the `good_steps` since it last changed, and the `skipped_steps` of the run."""
 
 
