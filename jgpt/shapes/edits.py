@@ -18,11 +18,12 @@ def capture(model: Callable[..., Any], *paths: str) -> Callable[..., dict[str, A
 
     The model is a module of NNX or of another library, or a function. In an NNX module
     `blocks.1.attention` is the path of a module, `blocks.1.attention.merge_heads` of a function
-    that it calls, and the class of the model (`GPT`) that of its own call. Elsewhere a path is the
-    class of a module, or the name of a function. `*` stands for any one part. Repeated calls of a
-    path are numbered: `split_heads[1]`. Blocks run in a loop, even if the config scans them, and
-    programs of `jit` inside run operation by operation. Raises ValueError for a path that no call
-    has, and under a mesh.
+    that it calls, `final_norm.__call__` that of a base class's call, by `super()`, and the class of
+    the model (`GPT`) that of its own call. Elsewhere a path is the class of a module, or the name
+    of a function. `*` stands for any one part. Repeated calls of a path are numbered:
+    `split_heads[1]`. Blocks run in a loop, even if the config scans them, and programs of `jit`
+    inside run operation by operation. Raises ValueError for a path that no call has, and under a
+    mesh.
     """
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
