@@ -8,6 +8,7 @@ is no such file, they take the given one.
 import builtins
 import dis
 import importlib
+import importlib.util
 import inspect
 import linecache
 import re
@@ -87,7 +88,11 @@ def save(written: Any) -> None:
             f"{name} is right, but not saved: its cell reads "
             f"{', '.join(sorted(missing))} of another cell. Write both into one"
         )
-    file_of(name).write_text(code, encoding="utf-8")
+    file = file_of(name)
+    file.write_text(code, encoding="utf-8")
+    # Python takes a compiled file of the same second and length for this one's.
+    compiled = importlib.util.cache_from_source(str(file))
+    Path(compiled).unlink(missing_ok=True)
 
 
 def names_in(code: CodeType) -> Iterator[str]:
