@@ -405,13 +405,6 @@ def test_a_page_is_a_session(shell, tmp_path):
 # --- the checks themselves -----------------------------------------------------------------------
 
 
-def test_no_block_is_passed_over():
-    languages = [block.language for _, block in ALL]
-
-    assert set(languages) == {"python", "sh", "console", "text", "diff"}
-    assert languages.count("python") >= 8
-
-
 def test_what_a_diff_keeps_and_removes_is_in_the_package():
     """Runs of such lines, each as it stands in the file that the diff names."""
     runs = 0
@@ -427,53 +420,6 @@ def test_what_a_diff_keeps_and_removes_is_in_the_package():
                     assert source.count(kept) == 1, f"{name(page)}: {file} has no\n{kept}"
                     runs += 1
     assert runs >= 6
-
-
-PAGE = """
-```python
-x = 2
-print(x + 1)
-```
-
-```text
-3
-```
-
-    jgpt train tiny --stepz 3   # no such option
-
-Text.
-
-    $ jgpt --version
-    jgpt 9.9
-"""
-
-
-def test_what_is_wrong_is_seen(tmp_path):
-    python, shown, shell, console = blocks(PAGE)
-    other_number = python._replace(code="print(4)")
-    unknown_name = python._replace(code="print(y)")
-
-    assert python.shown == "3\n"
-    assert shown.language == "text"
-    assert run_python(python, {}, "") == "3\n"
-    assert run_python(other_number, {}, "") != python.shown
-    with pytest.raises(NameError):
-        run_python(unknown_name, {}, "")
-
-    ((line, _),) = commands(shell)
-    words = jgpt_words(line)
-    assert words is not None
-    assert command(*words, cwd=tmp_path).code == 2
-
-    ((line, version),) = commands(console)
-    words = jgpt_words(line)
-    assert words is not None
-    assert not SAME(version, worked(*words))
-
-    with pytest.raises(AssertionError):
-        check_other_command("make nothing")
-    with pytest.raises(AssertionError):
-        check_other_command("python benchmarks/nothing.py")
 
 
 # --- resuming ---------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import logging
 import re
 
@@ -14,13 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
-from jgpt.cli import runs
-from jgpt.cli.commands.shapes import shapes as draw_shapes
-from jgpt.config import ModelConfig
 from jgpt.nn.layers import LayerNorm
 from jgpt.shapes.calls import TypedCall
 from jgpt.shapes.expressions import name_sizes
-from tests.commands import refused, worked
 from tests.models import random_gpt
 
 TOKENS = jnp.arange(10).reshape(2, 5)
@@ -523,53 +518,3 @@ def test_a_model_s_tree_has_the_sizes_of_its_arrays():
     result, shape = lines[-1].split(None, 1)
     assert result == "result"
     assert shape == "float32[batch=2 time=5 vocab_size=17]"
-
-
-@pytest.mark.slow
-def test_the_command_draws_any_batch_and_length(trained):
-    said = worked("shapes", "modern").splitlines()
-    assert said[0] == "GPT(tokens: int32[batch=b time=t])"
-    assert "      merge_heads          float32[batch=b time=t heads*value_dim=96]" in said
-    assert max(map(len, said)) <= 80
-
-    # a size that was given stays a number beside one that was not
-    batch_alone = worked("shapes", "tiny", "--batch", 5)
-    assert "batch=5 time=t vocab_size=65" in batch_alone
-
-    for option, call in (("--decode", "attend_over_cache"), ("--train", "cross_entropy_from")):
-        picture = worked("shapes", "tiny", option, "--depth", 9)
-        assert call in picture
-        assert max(map(len, picture.splitlines())) <= 80
-
-    data = json.loads(worked("shapes", trained.path, "--json"))
-    assert data["name"] == "GPT"
-    assert data["arguments"]["tokens"][0]["dtype"] == "int32"
-
-    too_long = refused("shapes", "tiny", "--time", 99)
-    assert "99 tokens are more than `block_size=16`" in too_long
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_a_batch_and_a_length_have_their_names_in_small_models(block_size, monkeypatch):
-    config = ModelConfig(
-        vocab_size=17, block_size=block_size, embed_dim=12, num_heads=2, num_layers=1
-    )
-    monkeypatch.setattr(runs, "config_of", lambda *_: jgpt.TrainConfig(model=config))
-    time = 1 if block_size == 1 else "t"
-    (line,) = draw_shapes("tiny", json=True)
-    tree = json.loads(line)
-    assert tree["arguments"]["tokens"][0]["dimensions"] == [["batch", "b"], ["time", time]]
-    assert tree["results"][0]["dimensions"] == [["batch", "b"], ["time", time], ["vocab_size", 17]]
-    assert "+1" not in line
-    assert "?" not in line
-
-    (line,) = draw_shapes("tiny", time=1, json=True)
-    tree = json.loads(line)
-    assert tree["arguments"]["tokens"][0]["dimensions"] == [["batch", "b"], ["time", 1]]
-    assert "*t" not in line
-    assert "?" not in line
-
-    (line,) = draw_shapes("tiny", batch=3, train=True, json=True)
-    assert ('"t+1"' in line) == (block_size > 1)
-    assert "?" not in line

@@ -1,7 +1,6 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
 import contextlib
-import gc
 import inspect
 import io
 import json
@@ -11,18 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from unittest import mock
 
 import jax
 import pytest
 
-from jgpt import GPT, save_hf
+from jgpt import save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
-from jgpt.cli.terminal import importing
 from jgpt.data.encode import tokenizer_from_json
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
@@ -32,7 +29,6 @@ from tests.models import random_gpt
 from tests.quick import only
 from tests.runs.harness import contents
 
-ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 
 
@@ -165,19 +161,6 @@ def test_commands_import_jax_when_they_need_it_and_show_that_they_do(data_direct
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("frozen", "freezes"), [(0, 1), (7, 0)])
-def test_what_is_imported_is_left_out_of_collections_once(monkeypatch, frozen, freezes):
-    events = []
-    monkeypatch.setattr("gc.get_freeze_count", lambda: frozen)
-    monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
-    with importing():
-        events.append("imported")
-        assert not gc.isenabled()
-
-    assert gc.isenabled()
-    assert events == ["imported"] + ["frozen"] * freezes
-
-
 IN_A_PROCESS = {
     "train": ["tiny", "--steps", 2, "--eval-interval", 2, "--sample-tokens", 0, "--out", "again"],
     "sample": ["trained", "--prompt-file", "-", "--max-new-tokens", 5, "--temperature", 0],
@@ -239,23 +222,6 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_only_the_echoes_of_a_failed_write_are_not_reported(monkeypatch):
-    def complain() -> None:
-        """Raise where nothing can catch it."""
-        for message in ("Event loop is closed", "out of luck"):
-            error = RuntimeError(message)
-            dropped = types.SimpleNamespace(exc_type=RuntimeError, exc_value=error)
-            sys.unraisablehook(dropped)  # type: ignore[arg-type]
-
-    reported: list = []
-    monkeypatch.setattr(sys, "unraisablehook", hook := reported.append)
-    monkeypatch.setitem(COMMANDS, "new", complain)
-    main(["new"])
-
-    assert [str(each.exc_value) for each in reported] == ["out of luck"]
-    assert sys.unraisablehook == hook
-
-
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
@@ -263,12 +229,6 @@ def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     main(["new"])
 
     assert output.getvalue() == b"na?ve ?\n"
-
-
-def test_a_help_in_very_few_columns_ends(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "5")
-    main(["sample", "--help"])
-    assert "--max-new-tokens N" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no backend 'cuda'"), AssertionError()])
@@ -322,22 +282,6 @@ def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
     assert "in a field 'text': name the field with --data-field NAME" in refused(
         "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "d"
     )
-
-
-def test_the_total_time_counts_the_imports_too(monkeypatch, tmp_path):
-    seconds = iter([100.0, 114.2])
-    monkeypatch.setattr("jgpt.cli.commands.train.time.perf_counter", lambda: next(seconds))
-    run = types.SimpleNamespace(
-        path=tmp_path / "a run",
-        validation_loss=1.23456,
-    )
-    run.path.mkdir()
-    (run.path / "samples.txt").touch()
-    monkeypatch.setattr("jgpt.runs.fit.fit", lambda *_, **__: run)
-    loss, directory, following = worked("train", "tiny").splitlines()
-    assert loss == "best validation loss 1.2346, total time 14 s"
-    assert directory.startswith(f"run directory: {run.path} (")
-    assert following == f"next: jgpt sample '{run.path}'   or   jgpt eval '{run.path}'"
 
 
 def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
@@ -431,76 +375,9 @@ def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     assert len(set(texts)) == len(texts) == 3
 
 
-def test_only_weights_in_int8_are_quantised(run, monkeypatch):
-    sampled = []
-    monkeypatch.setattr("jgpt.nn.int8.with_int8_weights", lambda _: "quantised")
-    monkeypatch.setattr(
-        "jgpt.generation.text.stream_text", lambda model, *_, **__: sampled.append(model) or ()
-    )
-
-    def chat(model, *_, **__):
-        sampled.append(model)
-        raise ValueError("go")
-
-    monkeypatch.setattr("jgpt.generation.chat.Chat", chat)
-    for weights in ("saved", "int8"):
-        worked("sample", run, "--weights", weights)
-        assert refused("chat", run, "--weights", weights) == "jgpt: go"
-
-    assert [type(model) for model in sampled] == [GPT, GPT, str, str]
-
-
-@pytest.mark.slow
-def test_a_run_is_trained_further_until_it_is_done_and_overwritten(run, tmp_path):
-    own = shutil.copytree(run, tmp_path / "run")
-    config = own / "config.json"
-    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())  # as an editor leaves it
-    said = worked("train", "--out", own, "--resume", "--steps", 12)
-    assert "resumed at step 11 of 12" in said
-    assert json.loads(config.read_text())["steps"] == 12
-    said = worked("train", "--out", own, "--resume")
-    assert f"finished at step 12 of 12 already: {own}; --steps trains it further" in said
-    brief = ("--steps", 2, "--eval-interval", 2, "--sample-tokens", 0)
-    said = worked("train", "bigram", "--out", own, "--overwrite", *brief)
-    assert "resumed" not in said
-    assert RunDirectory(own).metrics()[-1]["step"] == 2
-
-
 def test_control_characters_are_shown_as_pictures(tmp_path):
     said = refused("train", "--resume", "--out", "a\x1b[31m\x9b\a", cwd=tmp_path)
     assert "a␛[31m�␇ is not a run" in said
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("sample", "--max-new-tokens", 3),
-        ("chat",),
-        ("look", "--prompt", "the"),
-        ("look",),
-        ("export", "--out", "exported"),
-        ("eval",),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
-    command, run, monkeypatch, tmp_path
-):
-    asked = []
-
-    def read(run, *_, which="best", **__):
-        asked.append(which)
-        raise ValueError("read")
-
-    monkeypatch.setattr("jgpt.runs.load.load", read)
-    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", read)
-    name, *options = command
-    for given in ("best", "last", "30"):
-        ask = (name, run, *options, "--checkpoint", given)
-        assert refused(*ask, cwd=tmp_path) == "jgpt: read"
-    refused(name, run, *options, cwd=tmp_path)
-
-    assert asked == ["best", "last", 30, "best"]
 
 
 def test_a_terminal_gets_no_control_characters_from_a_text(two):

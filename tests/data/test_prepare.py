@@ -274,21 +274,6 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
     assert tokens_in(out) == WORDS.encode()
 
 
-def test_a_process_that_is_killed_while_its_folder_s_name_is_synced_leaves_no_lock(
-    tmp_path, words, monkeypatch
-):
-    out = tmp_path / "out"
-    locks = []
-
-    def look(folder):
-        if out.exists():
-            locks.append(list(tmp_path.glob("*.lock")))
-
-    monkeypatch.setattr(files, "sync_directory", look)
-    prepare(words, out)
-    assert locks == [[]]
-
-
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "text.txt").write_text("word " * 100_000)
     out = tmp_path / "out"

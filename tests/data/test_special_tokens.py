@@ -3,21 +3,16 @@
 import json
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers as tk
-from flax import nnx
 
-import jgpt
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import encode_each
 from jgpt.generation.chat import END, START, Chat
-from jgpt.generation.text import default_prompt, generate_text
 from jgpt.interop.text_files import read_folder_tokenizer
-from jgpt.page.numbers import encode_text
-from tests.generation.test_chat import Model, with_chat_tokens
+from tests.generation.test_chat import Model
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
 BOS = {"llama2": "<s>", "llama2_first": "<s>", "llama3": "<|begin_of_text|>"}
@@ -141,15 +136,6 @@ def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
     assert tokens[: len(first_document) + 1] == [*first_document, begin]
 
 
-def test_a_chat_has_none(tokenizer):
-    """ChatML has no token that begins a text: transformers adds none to a template's tokens."""
-    chatty = with_chat_tokens(tokenizer)
-    assert chatty.begin == tokenizer.begin
-
-    chat = Chat(Model(), chatty)  # type: ignore[arg-type]
-    assert chatty.begin[0] not in chat._tokens([chat._pieces("user", "hello world")])
-
-
 @pytest.mark.parametrize("content", ["éé", "<é>", "café", "ÿ¡", "naïve token", "<ascii>", "你"])
 def test_an_added_token_is_decoded_as_its_text(content):
     """The byte-level alphabet has letters such as é, which stand for bytes; here they do not."""
@@ -250,25 +236,6 @@ def encoded_parts(tokenizer, parts, **options) -> list[int]:
     encoded = encode_each(tokenizer, parts, np.dtype(np.uint16), **options)
     data = b"".join(of_part for _, of_part in encoded)
     return np.frombuffer(data, np.uint16).tolist()
-
-
-def test_prompts_begin_with_them_and_are_continued_as_text(family, tokenizer):
-    model = jgpt.BigramLM(tokenizer.vocab_size, rngs=nnx.Rngs(0))
-    world = int(tokenizer.encode("hello world")[-1])
-    table = np.zeros((tokenizer.vocab_size, tokenizer.vocab_size), np.float32)
-    table[:, world] = 9  # always says the same token
-    model.table.embedding[...] = jnp.asarray(table)
-
-    continuation, text = generate_text(model, tokenizer, ("hello", ""), 2, temperature=0.0)
-
-    assert default_prompt(tokenizer).tolist() == list(tokenizer.begin)
-    assert encode_text(tokenizer, "hello").tolist() == tokenizer.encode("hello").tolist()
-    assert continuation == " world world"
-    # the first word of a text has no space before it, but for Llama 3, where it is in the token
-    if family == "llama3":
-        assert text == " world world"
-    else:
-        assert text == "world world"
 
 
 def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):

@@ -128,27 +128,6 @@ def test_the_record_is_that_of_python(name):
             assert_same_record(records[0], of_scales)
 
 
-@pytest.mark.parametrize("length", [6, 8])  # as many as heads, or others
-def test_dimensions_without_a_name_in_their_annotation_have_that_of_the_arguments(length):
-    look = Look(random_model("modern"), TOKENIZER, "named")
-
-    named = {}
-    for row in look.rows(length):
-        named[row.text["path"], row.text["name"]] = row.text["dimensions"]
-
-    attention = "blocks.0.attention"
-    stream = ["batch", "time", "embed_dim"]
-    assert named["token_embedding", "token_embedding"] == stream  # *rows
-    assert named[f"{attention}_norm", "attention_norm"] == stream
-    assert named["blocks.0.feed_forward_norm", "feed_forward_norm(x)"] == stream  # a sum
-    heads = ["batch", "heads"]
-    turned = named[f"{attention}.apply_rotary", "apply_rotary"]
-    assert turned == [*heads, "time", "head_dim"]
-    weights = named[f"{attention}.attention_weights", "attention_weights"]
-    assert weights == [*heads, "query", "key"]
-    assert named[f"{attention}.query", "query"] == ["batch", "time", "out_features"]
-
-
 @needs_javascript
 def test_a_block_of_one_token_has_its_arrays():
     look = Look(random_model("gpt2", block_size=1), TOKENIZER, "short")

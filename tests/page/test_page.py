@@ -214,21 +214,6 @@ def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_pa
     assert sentence.endswith(" a second, with seed 7. The text is now as long as a page shows")
 
 
-def test_what_is_typed_ends_writing_and_stays(default_page, tmp_path):
-    with opened(tmp_path / "page.html", default_page) as page:
-        changed(page, prompt="ips")
-        page.run("""(async () => {
-            const done = writeOnInWorker();
-            $("prompt").value = "tab";
-            await change({ prompt: "tab" });
-            await done;
-        })()""")
-        found = json.loads(page.run(RECORD))
-        assert found["text"] == page.run("$('prompt').value") == "tab"
-        assert page.run("$('write').textContent") == "Write on"
-        assert page.errors == []
-
-
 LINK = "(putInAddress(), location.href)"
 """The link to a page as it is, for which a reader waits a moment."""
 
@@ -253,35 +238,6 @@ def test_a_link_holds_what_was_changed_and_chosen(default_page, tmp_path):
         assert page.run("[chosen.query, chosen.key, chosen.layer, chosen.head]") == [2, 1, 1, 1]
         assert "JAX" not in said(page, "closeness")  # which has computed the first text alone
         assert page.errors == []
-
-
-def test_a_link_of_another_model_changes_what_there_is(default_page, tmp_path):
-    nothing = {"heads": {}, "blocks": {}, "patch": None, "gradient": False}
-    patch = {"block": 1, "position": 2, "prompt": "tests!"}
-    links = [
-        ({"heads": None, "blocks": "0", "patch": 5, "gradient": "x", "chosen": None}, nothing),
-        ({"heads": {"0.1": 0, "0.9": 0, "7.0": 0, "x": 0}}, nothing | {"heads": {"0.1": 0}}),
-        ({"blocks": {"1": 0.5, "77": 0, "length": 0}}, nothing | {"blocks": {"1": 0.5}}),
-        ({"patch": patch}, nothing | {"patch": patch}),
-        ({"patch": patch | {"block": 99}}, nothing),
-        ({"gradient": 2}, nothing | {"gradient": 2}),
-        ({"prompt": 5, "chosen": {"query": 10**9, "head": -3, "layer": "<b>"}}, nothing),
-    ]
-    found = []
-    with opened(tmp_path / "page.html", default_page) as page:
-        for link, _ in links:
-            page.run(f"location.hash = encodeURIComponent({json.dumps(json.dumps(link))})")
-            page.run("new Promise(done => setTimeout(done, 50))")
-            page.run("asking")
-            found.append(json.loads(page.run("JSON.stringify(state)")))
-        text = page.run("data.text")
-        said_at_the_end = said(page, "said")
-        errors = page.errors
-
-    same = {"prompt": FIRST}
-    assert found == [same | wanted for _, wanted in links]
-    assert (text, said_at_the_end) == (FIRST, "")
-    assert errors == []
 
 
 NOTHING_STARTED = """
@@ -321,39 +277,6 @@ def test_a_page_that_can_not_compute_says_why(right, wrong, reason, default_page
     assert not can_type
 
 
-def test_the_lens_and_its_cells_follow_a_text_that_grows_and_shrinks(default_page, tmp_path):
-    look = look_of("default preset")
-    shown = {}
-    with opened(tmp_path / "page.html", default_page) as page:
-        for text in ("ips", "ips/be", "ip"):
-            page.run(f"change({{ prompt: '{text}' }})")
-            shown[text] = page.run(
-                "[lens.named[0], ...lens.cells, lens.named[1]]"
-                ".map(row => row.map(cell => cell.textContent))"
-            )
-            in_order = page.run("[...lens.grid.children].map(each => each.textContent)")
-            names = page.run("lens.rows.map(({ name }) => name.textContent)")
-            expected = []
-            for name, row in zip(names, shown[text], strict=True):
-                expected += [name, *row]
-            assert in_order == expected
-
-    for text, (above, *rows, below) in shown.items():
-        tokens = TOKENIZER.encode(text).tolist()
-        candidates = record_of(look, tokens)["candidates"]
-        likeliest = []
-        for row in candidates:
-            likeliest.append([TOKENIZER.decode([best]) for best, *_ in row])
-        assert above == [*text]
-        assert below == [*text[1:], ""]
-        assert [[visible_as(each) for each in row] for row in likeliest] == rows
-
-
-def visible_as(text: str) -> str:
-    """What a page shows of a token."""
-    return text.replace("\n", "⏎").replace(" ", "␣")
-
-
 def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
     look = look_of("gpt2")
     logits_of_a_token = 3 * 17  # the embeddings and two blocks
@@ -366,32 +289,3 @@ def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
     reason = "the prompt has 9 tokens, and a page of this model has room for 8"
     with pytest.raises(ValueError, match=reason):
         page_of(look, "ipsbestca")
-
-
-def test_a_token_is_written_from_the_bars(tmp_path):
-    with opened(tmp_path / "page.html", page_of(look_of("one's own"))) as page:
-        changed(page, prompt="ips")
-        page.run("choose(goTo(2)); $('bars').children[0].focus(); document.activeElement.click()")
-        page.run("asking")
-        found = json.loads(page.run(RECORD))
-        focused = page.run("[...$('bars').children].indexOf(document.activeElement)")
-
-    before = found["tokens"][:3]
-    assert TOKENIZER.decode(before) == "ips"
-    likeliest = record_of(look_of("one's own"), before)["candidates"][-1][2][0]
-    assert found["tokens"] == [*before, likeliest]
-    assert focused == 0
-
-
-def test_a_page_begins_with_a_text_that_the_model_writes(tmp_path):
-    look = look_of("one's own")
-    with opened(tmp_path / "page.html", page_of(look, None)) as page:
-        found = json.loads(page.run(RECORD))
-
-    assert found["text"].startswith("\n")  # the default prompt
-    assert len(found["tokens"]) == min(49, look.most_tokens())
-    np.testing.assert_allclose(
-        found["log_probabilities"][-1][0],
-        record_of(look, found["tokens"])["log_probabilities"][-1][0],
-        atol=2e-5,
-    )

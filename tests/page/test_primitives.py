@@ -654,35 +654,6 @@ def test_products_have_the_same_bits_in_loops(lacking, mistake, calls, computed,
 
 
 @needs_javascript
-def test_weights_serve_products_of_different_kinds():
-    """Of floats, of integers, and of nothing: in WebAssembly, in loops, and in neither."""
-
-    def function(nothing: Any, numbers: Any, bytes_: Any, weights: Any, byte_weights: Any) -> Any:
-        summed = partial(lax.dot, preferred_element_type=jnp.int32)
-        return (
-            nothing @ weights,
-            numbers @ weights,
-            numbers @ byte_weights,
-            summed(bytes_, byte_weights),
-        )
-
-    arguments = (
-        floats(0, 5),
-        floats(3, 5),
-        integers(3, 5, dtype=np.int8),
-        floats(5, 7),
-        integers(5, 7, dtype=np.int8),
-    )
-    program = make_program(function, *arguments)
-    *_, weights, byte_weights = program.inputs
-
-    (results,) = run_programs([Call(program, arguments, fixed=(weights, byte_weights))])
-
-    for found, wanted in zip(results.values(), function(*arguments), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@needs_javascript
 @pytest.mark.parametrize("primitive", MISTAKES)
 def test_a_mistake_in_the_interpreter_is_noticed(primitive, calls, expected, tmp_path):
     right, wrong = MISTAKES[primitive]

@@ -1,6 +1,5 @@
 """A checkpoint is read wherever it lies, onto any device, or it is said what is wrong with it."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import CharTokenizer, ModelConfig, load, save
-from jgpt.nn.models import create_model
+from jgpt import load
 from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints as module
 from jgpt.runs.checkpoints import Checkpoints, load_checkpoint, loss_of
@@ -220,21 +218,3 @@ def test_a_run_without_a_checkpoint_is_not_loaded(copy):
             shutil.rmtree(path)
     with pytest.raises(FileNotFoundError, match="has no checkpoint: the run never saved one"):
         load(copy.out)
-
-
-@pytest.mark.slow
-def test_a_model_with_n_grams_is_saved_and_loaded(small_run, tmp_path):
-    """Tuples are lists in JSON."""
-    path = tmp_path / "run"
-    model_config = ModelConfig(
-        vocab_size=3, num_layers=1, num_heads=2, embed_dim=12, ngram_sizes=(2, 3), ngram_rows=5
-    )
-    config = dataclasses.replace(small_run, model=model_config)
-    model = create_model(model_config, rngs=nnx.Rngs(0))
-
-    save(model, path, tokenizer=CharTokenizer("abc"), config=config)
-    loaded, _, found = load(path)
-
-    assert found == dataclasses.replace(config, name="run", out=str(path))
-    tokens = jnp.array([[0, 1, 2, 1]])
-    np.testing.assert_array_equal(loaded(tokens), model(tokens))

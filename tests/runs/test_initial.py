@@ -139,19 +139,6 @@ def test_weights_of_another_architecture_and_patterns_are_refused(trained, confi
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_starts_from_a_run(trained, tmp_path, poem):
-    given = ("train", "--initial", trained.path, "--steps", "1", "--sample-tokens", "0")
-    done = command(*given, "--trainable", "blocks.*", "--out", "r", cwd=tmp_path)
-    assert done.code == 0, done.stderr
-    before = arrays_of(jgpt.load(trained.path).model)
-    after = arrays_of(jgpt.load(tmp_path / "r").model)
-    assert (after["token_embedding.embedding"] == before["token_embedding.embedding"]).all()
-    assert any((after[name] != before[name]).any() for name in after)
-    assert "another architecture" in refused(
-        "train", "tiny", "--data", poem, "--initial", trained.path, cwd=tmp_path
-    )
-
-
 SHAPE = ("--block-size", 7, "--num-layers", 1, "--embed-dim", 12, "--qkv-bias", "--use-bias")
 
 
@@ -210,26 +197,10 @@ def test_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_text_with_other_characters_than_the_weights_is_said_to_have_them(trained, tmp_path):
-    (tmp_path / "a.txt").write_text("Q" * 99)
-    text = ("--data", "a.txt")
-
-    said = refused("train", "--initial", trained.path, *text, cwd=tmp_path)
-
-    assert "unknown character 'Q' at position 0: the vocabulary is" in said
-
-
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
     """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out `initial="):
         jgpt.fit(copy, resume=True, initial=trained.path, progress=None)
-
-
-def test_a_checkpoint_in_place_of_its_run_is_named(trained, tmp_path):
-    checkpoint = trained.path / "checkpoints" / "11"
-    said = refused("train", "--resume", "--out", checkpoint, cwd=tmp_path)
-
-    assert f"is a checkpoint, not a run directory: give {trained.path}" in said
 
 
 def test_a_run_that_would_delete_the_weights_it_starts_from_is_refused(config, tmp_path):

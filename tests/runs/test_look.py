@@ -1,6 +1,5 @@
 """The page of `jgpt look`: its numbers are the forward pass's, and a browser shows them."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt import CharTokenizer, fit, generate
-from jgpt.page import html, numbers
+from jgpt import CharTokenizer, generate
+from jgpt.page import html
 from jgpt.page.html import first_text, model_page
 from jgpt.page.numbers import Look
-from tests.browser import CHROMIUM, Page
-from tests.commands import refused, worked
+from tests.browser import Page
+from tests.commands import worked
 from tests.models import compiled, random_gpt
 from tests.page.records import record_of
 from tests.page.test_page import STARTED
@@ -215,37 +214,7 @@ def run(trained) -> Path:
     return trained.path
 
 
-@pytest.mark.slow
-def test_a_bigram_model_reads_one_token(small_run, tmp_path):
-    out = tmp_path / "bigram"
-    model = dataclasses.replace(small_run.model, architecture="bigram")
-    fit(dataclasses.replace(small_run, model=model, steps=1, sample_tokens=0, out=str(out)))
-
-    said = refused("look", out, "--prompt", "So", cwd=tmp_path)
-    worked("look", out, "--prompt", "S", cwd=tmp_path)
-
-    assert said == "jgpt: the prompt has 2 tokens, and a page of this model has room for 1"
-    data = json_of(tmp_path / "look.html")
-    assert data["text"] == "S"
-    assert data["paths"] == {"heads": [], "branches": [], "blocks": []}
-
-
-def test_a_page_holds_just_so_many_weights(monkeypatch):
-    look = Look(random_gpt("nanogpt"), TOKENIZER, "run")
-    prompt = "a" * 11
-    weights = 2 * 3 * 11**2 // 2  # of two layers of three heads
-
-    monkeypatch.setattr(numbers, "MOST_WEIGHTS", weights)
-    assert first_text(look, prompt).text == prompt
-
-    monkeypatch.setattr(numbers, "MOST_WEIGHTS", weights - 1)
-    with pytest.raises(ValueError, match="11 tokens, and a page of this model has room for 10"):
-        first_text(look, prompt)
-
-
 # In a browser
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open it in")
 
 
 @pytest.fixture(scope="module")
@@ -298,63 +267,10 @@ def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     return left + (key + 0.5) * cell, top + (query + 0.5) * cell
 
 
-def tip(page: Page) -> str:
-    return page.run("$('tip').textContent")
-
-
-def chosen(page: Page) -> list[int]:
-    return page.run("[chosen.query, chosen.key]")
-
-
 def weight(data: dict, layer: int, head: int, query: int, key: int) -> str:
     place = query * (query + 1) // 2 + key  # row by row, up to the diagonal
     value = data["attention"][layer, head, place]
     return f"{value:.4f}"
-
-
-@needs_chromium
-def test_hovering_the_map_tells_the_weight(shown):
-    page, data = shown
-    expected = weight(data, 1, 2, 7, 3)
-    assert expected != weight(data, 0, 0, 7, 3)  # what the head that is shown at first has
-
-    page.click(*middle_of(page, "headButtons[1 * heads + 2]"))
-    page.mouse("mouseMoved", *cell_of(page, 7, 3))
-    assert tip(page) == f"“🙂” (7) → “i” (3)\nweight {expected}"
-
-    page.mouse("mouseMoved", *cell_of(page, 3, 7))
-    assert "can't be attended to" in tip(page)
-
-    page.mouse("mouseMoved", 2, 2)
-    assert tip(page) == ""
-
-
-@needs_chromium
-def test_a_finger_chooses_and_is_told(shown, written):
-    page, data = shown
-    path, _ = written
-    open_page(page, path, 390)  # as wide as a telephone
-
-    page.tap(*cell_of(page, 8, 2))
-    assert chosen(page) == [8, 2]
-    assert tip(page) == f"“⏎” (8) → “r” (2)\nweight {weight(data, 0, 0, 8, 2)}"
-
-    page.tap(*middle_of(page, "textSpans[3]"))
-    assert page.run("chosen.query") == 3
-
-
-@needs_chromium
-def test_an_error_of_a_page_is_noticed(page, tmp_path):
-    path = tmp_path / "bad.html"
-    path.write_text("<script>console.log(1); missing()</script><img src=no.png>")
-    page.errors.clear()
-    page.requests.clear()
-
-    page.open(path)
-
-    assert any("missing is not defined" in error for error in page.errors)
-    assert page.requests[-1].endswith("no.png")
-    page.errors.clear()
 
 
 def test_the_command_writes_a_page_that_computes(run, tmp_path):

@@ -3,8 +3,6 @@
 import logging
 import math
 import re
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +15,15 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import ByteTokenizer, ModelConfig, Run, evaluate, fit, generate, load, save
+from jgpt import Run, evaluate, fit, load
 from jgpt.data.batches import batches
 from jgpt.data.dataset import load_dataset
-from jgpt.fields import to_json
-from jgpt.nn.int8 import with_int8_weights
 from jgpt.runs import checkpoints, plots
 from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
 from jgpt.training.objective import next_token_loss
-from tests.commands import refused
-from tests.runs.harness import BIGRAM, Heard, kill_resume, path_of, with_changes
+from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
 
 fingerprint = kill_resume.fingerprint
 
@@ -67,19 +62,6 @@ def test_a_run_leaves_all_that_it_promises(trained, small_run, poem):
     np.testing.assert_array_equal(model(tokens), trained.model(tokens))
     continuation = trained.generate("So", 5, key=jax.random.key(3))
     assert continuation == jgpt.generate_text(model, tokenizer, "So", 5, key=jax.random.key(3))
-
-
-def test_what_a_notebook_keeps_of_a_result_is_a_few_lines(trained):
-    """Its text is stored in the notebook."""
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model)))
-    for run in (trained, load(trained.path)):
-        shown = repr(run)
-        assert len(shown) < 500
-        assert shown.count("\n") <= 6
-        assert f"GPT(vocab_size={run.tokenizer.vocab_size}, " in shown
-        assert f" {size:,} parameters" in shown
-        assert f"validation_loss: {trained.validation_loss:.4f}" in shown
-    assert "validation_loss" not in repr(replace(trained, validation_loss=None))
 
 
 def test_metrics_are_columns(trained):
@@ -288,26 +270,6 @@ def test_a_validation_loss_that_is_not_finite_keeps_the_checkpoint_before(
         fit(config)
 
 
-@pytest.mark.slow
-def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, out):
-    config = ModelConfig(vocab_size=256, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
-    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
-    kernel = model.blocks[0].feed_forward.expansion.kernel
-    kernel[...] = kernel[...].at[2, 3].set(jnp.nan)
-    save(model, out, tokenizer=ByteTokenizer(), config=config)
-    training = with_changes(RunDirectory(out).config(), dataset={"data": (str(poem),)}, steps=2)
-
-    for weights in ("saved", "int8"):
-        line = refused("sample", out, "--weights", weights, "--max-new-tokens", 3)
-        assert "not finite" in line
-    with pytest.raises(FloatingPointError, match=r"expansion\.kernel is not finite"):
-        with_int8_weights(model)
-    with pytest.raises(FloatingPointError, match=r"loss of .*run is nan: it has diverged"):
-        evaluate(out)
-    with pytest.raises(FloatingPointError, match="loss is nan at step 1 "):
-        fit(training, resume=True, progress=None)
-
-
 # --- the best model ------------------------------------------------------------------------------
 
 
@@ -344,20 +306,6 @@ def test_the_model_of_a_run_is_its_best(worsening):
     assert jax.tree.all(jax.tree.map(jnp.array_equal, model, expected))
     # all is evaluated, and not a part
     assert evaluate(worsening.path).loss != pytest.approx(worsening.validation_loss, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_best_model_says_the_sample_at_the_default_temperature(worsening):
-    prompt = jnp.asarray(worsening.tokenizer.encode("\n"))[None]
-    key = jax.random.key(2**32 - 1)
-    texts = {}
-    for temperature in (0.0, 0.7, 0.8, 0.9, 1.0):
-        drawn = generate(worsening.model, prompt, 60, key=key, temperature=temperature)
-        texts[temperature] = worsening.tokenizer.decode(np.asarray(drawn[0]))
-
-    # as `jgpt sample`'s default
-    assert (path_of(worsening) / "samples.txt").read_text() == texts[0.8]
-    assert len(set(texts.values())) > 3
 
 
 @pytest.mark.usefixtures("whole_fit")
@@ -445,34 +393,6 @@ def test_a_plan_is_of_one_device_of_the_mesh(small_run, out):
     assert sharded is not None
     assert 0 < sharded.state < replicated.state / 2
     assert not out.exists()
-
-
-LATE = """
-import pathlib, sys
-from jgpt import TrainConfig, fit
-from jgpt.fields import from_json
-
-late = {"orbax.checkpoint", "matplotlib"}
-seen = []
-
-def stop():
-    seen.append(late & set(sys.modules))
-    return False
-
-text = pathlib.Path(sys.argv[1]).read_text()
-fit(from_json(TrainConfig, text), should_stop=stop)
-assert seen[0] == set(), seen
-assert seen[-1] == {"orbax.checkpoint"}, seen
-assert late <= set(sys.modules)
-"""
-
-
-@pytest.mark.slow
-def test_what_training_needs_late_is_imported_late(small_run, tmp_path, out):
-    path = tmp_path / "config.json"
-    path.write_text(to_json(with_changes(small_run, **BIGRAM, out=str(out))))
-
-    subprocess.run([sys.executable, "-c", LATE, str(path)], check=True)
 
 
 @pytest.mark.slow

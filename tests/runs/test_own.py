@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from jgpt.fields import Code
 from jgpt.files import sha256_of
 from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
-from jgpt.nn.models import create_model, require_parameters_only, weight_dimensions, weights_of
+from jgpt.nn.models import create_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
-from jgpt.training.optimizer import make_optimizer, partition
+from jgpt.training.optimizer import make_optimizer
 from jgpt.training.placement import parameters_without_names
 from jgpt.training.state import state_specs
 from jgpt.user_code import load_code, with_code
@@ -264,14 +263,6 @@ def test_the_natural_session(sums):
     assert "".join(pieces) == text[3:5]
 
 
-def test_a_text_without_a_key_is_that_of_key_0(sums):
-    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
-
-    text = jgpt.generate_text(sums, tokenizer, "bad", 9)
-
-    assert text == jgpt.generate_text(sums, tokenizer, "bad", 9, key=jax.random.key(0))
-
-
 def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
     tokenizer = jgpt.CharTokenizer("\n abcdefghi")
     config = SumsConfig(vocab_size=11, block_size=7, rank=3)
@@ -458,12 +449,6 @@ def test_code_that_can_t_be_loaded_has_a_place(named, message):
         load_code(named)
 
 
-@pytest.mark.usefixtures("code")
-def test_code_of_no_file_is_not_found():
-    with pytest.raises(FileNotFoundError):
-        load_code("none.py:x")
-
-
 class WithoutArguments(nnx.Module):
     def __init__(self): ...
 
@@ -546,20 +531,6 @@ MISTAKES = {
 
 
 @pytest.mark.slow
-def test_a_run_by_file_says_once_that_its_code_has_changed(run_by_file, tmp_path):
-    folder, _ = run_by_file
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    with (copy / "my.py").open("a") as file:
-        file.write("# changed\n")
-
-    done = command("eval", "r", "--model", "my.py:GPT", cwd=copy)
-
-    assert done.code == 0
-    warning = "jgpt: my.py has changed since the run began\n"
-    assert done.stderr.count(warning) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["shapes differ"], MISTAKES))
 def test_a_mistake_in_custom_code_has_a_place_and_one_line(poem, tmp_path, monkeypatch, name):
     source, message, line = MISTAKES[name]
@@ -586,80 +557,3 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     assert of_train.startswith(place)
     assert of_info.startswith(place)
     assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.slow
-def test_a_run_with_an_optimizer_of_one_s_own_is_sampled_without_it(poem, tmp_path):
-    """Its weights need no optimizer; `jgpt sample` has no such option."""
-    (tmp_path / "opt.py").write_text(SGD)
-    words = ("train", "--optimizer", "opt.py:sgd", *SMALL, "--data", poem, "--out", "r")
-
-    said = worked(*words, cwd=tmp_path)
-
-    assert said.splitlines()[-1] == "next: jgpt sample r   or   jgpt eval r"
-
-
-def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
-    run = trained.path
-    model = ("--model", "nothere.py:GPT")
-    for words in (
-        ("train", *model),
-        ("train", "--optimizer", "nothere.py:x"),
-        ("sample", run, *model),
-        ("chat", run, *model),
-        ("eval", run, *model),
-        ("look", run, "--prompt", "a", *model),
-        ("info", "tiny", *model),
-        ("info", run, *model),
-        ("info", "tiny", "--optimizer", "nothere.py:x"),
-        ("info", run, "--optimizer", "nothere.py:x"),
-        ("shapes", "tiny", *model),
-        ("shapes", run, *model),
-    ):
-        assert "nothere.py: No such file" in refused(*words, cwd=tmp_path), words
-
-
-WIDE = """
-import dataclasses
-import jgpt
-
-
-class GPT(jgpt.GPT):
-    def __init__(self, config: jgpt.ModelConfig, *, rngs):
-        super().__init__(dataclasses.replace(config, hidden_dim=77), rngs=rngs)
-"""
-
-
-@pytest.mark.slow
-def test_info_is_of_the_custom_model(tmp_path):
-    (tmp_path / "wide.py").write_text(WIDE)
-    config = dataclasses.replace(jgpt.preset("tiny").model, hidden_dim=77)
-
-    said = worked("info", "tiny", "--model", "wide.py:GPT", cwd=tmp_path)
-
-    assert re.findall(r"^all +(\S+)", said, re.MULTILINE) == [f"{parameters_of(config):,}"]
-    assert not re.search("^shapes for", said, re.MULTILINE)
-
-
-def group_sizes(config: TrainConfig) -> Counter[str]:
-    """How many parameters each group of the optimizer has."""
-    model = create_model(config.model, rngs=nnx.Rngs(0))
-    weights = weights_of(model)
-    labels = partition(config.optimizer, weights, weight_dimensions(config.model))
-    sizes: Counter[str] = Counter()
-    for label, leaf in zip(jax.tree.leaves(labels), jax.tree.leaves(weights), strict=True):
-        sizes[label] += leaf.size
-    return sizes
-
-
-@pytest.mark.slow
-def test_the_embeddings_of_the_new_model_have_their_own_learning_rate(template):
-    optimizer = jgpt.OptimizerConfig(optimizer="muon", embedding_learning_rate=0.5)
-    model = jgpt.ModelConfig(vocab_size=24, num_layers=2, embed_dim=32)
-    config = jgpt.TrainConfig(model=model, optimizer=optimizer)
-    own_config = with_code(config, f"{template}:GPT")
-
-    found = group_sizes(own_config)
-
-    assert found == group_sizes(config)
-    assert found["embedding"] == 32 * (24 + 64)

@@ -14,7 +14,6 @@ from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.plots import (
-    losses_image,
     metric_image,
     runs_image,
 )
@@ -80,47 +79,6 @@ def run_with(path, metrics, **changes) -> RunDirectory:
     return RunDirectory(path)
 
 
-def test_the_losses_are_drawn_against_steps(figures):
-    losses_image(METRICS, "a run", "png")
-
-    (axes,) = figures[0].axes
-    assert lines_of(axes) == [
-        ([1, 2, 3, 4], LOSSES, "line"),
-        ([1, 2, 3, 4], [3.5, 3.0, 2.0, 1.5], "line"),
-        ([2, 4], [3.5, 2.5], "dots"),
-    ]
-    assert axes.get_title() == "a run"
-    assert axes.get_xlabel() == "step"
-    assert axes.get_ylabel() == "loss in nats per token"
-    # the legend is not over the data: it is the figure's, outside the axes
-    assert not axes.get_legend()
-    (legend,) = figures[0].legends
-    assert texts_of(legend.get_texts()) == [
-        "training, each step",
-        "training, mean of 3 steps",
-        "validation",
-    ]
-
-
-def test_training_losses_are_smoothed_over_a_fiftieth_of_the_steps(figures):
-    losses = [float(step % 7) for step in range(1, 251)]
-    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-
-    losses_image(metrics, "run", "png")
-
-    (axes,) = figures[0].axes
-    _, smooth_line, *_ = lines_of(axes)
-    _, smooth, _ = smooth_line
-    labels = texts_of(figures[0].legends[0].get_texts())
-    assert labels[1] == "training, mean of 5 steps"
-    # at both ends there are fewer steps on one side
-    expected = []
-    for middle in range(250):
-        window = losses[max(middle - 2, 0) : middle + 3]
-        expected.append(np.mean(window))
-    np.testing.assert_allclose(smooth, expected, rtol=1e-12)
-
-
 def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     """35 and 14 tokens a step; seconds between the times that were taken are interpolated."""
     runs = [
@@ -163,22 +121,6 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     assert "loss" in figure.axes[0].get_ylabel()
 
 
-def test_a_metric_of_several_runs_is_drawn_against_steps(figures, tmp_path):
-    runs = [run_with(tmp_path / "all", METRICS), run_with(tmp_path / "two", METRICS[:2])]
-
-    metric_image(runs, "loss", "png")
-
-    (axes,) = figures[0].axes
-    assert lines_of(axes) == [
-        ([1, 2, 3, 4], LOSSES, "line"),
-        ([1, 2, 3, 4], [3.5, 3.0, 2.0, 1.5], "line"),
-        ([1, 2], LOSSES[:2], "line"),
-        ([1, 2], [3.5, 3.5], "line"),
-    ]
-    assert axes.get_ylabel() == "loss"
-    assert texts_of(figures[0].legends[0].get_texts()) == ["all", "two"]
-
-
 def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_path):
     metrics: list[dict] = [{"step": 1, "loss": 3.0}]
     for step in (2, 4):
@@ -204,53 +146,6 @@ def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_pa
         ValueError, match=r"no metric 'norm' \(did you mean 'norms'\?\): it has loss"
     ):
         metric_image(runs[:1], "norm", "png")
-
-
-@pytest.mark.parametrize(
-    ("group", "values", "scale"),
-    [
-        ("terms", (0.5, -2.0), "linear"),  # an objective's, of which a half would be missing
-        ("terms", (0.5, 2.0), "log"),
-        ("update_ratios", (0.5, 0.0), "log"),  # of a frozen part
-    ],
-)
-def test_a_group_with_negative_values_is_drawn_whole(figures, tmp_path, group, values, scale):
-    metrics = [{"step": 1, f"{group}/a": values[0], f"{group}/b": values[1]}]
-
-    metric_image([run_with(tmp_path / "run", metrics)], group, "png")
-
-    (axes,) = figures[0].axes
-    assert axes.get_yscale() == scale
-    assert lines_of(axes)[::2] == [([1], [values[0]], "line"), ([1], [values[1]], "line")]
-
-
-def test_a_directory_s_name_is_no_formula(tmp_path):
-    run = run_with(tmp_path / r"$\run$", METRICS)
-
-    runs_image([run], "png")
-    image = losses_image(METRICS, run.path.name, "png")
-
-    assert image.startswith(b"\x89PNG")
-
-
-def test_large_numbers_on_axes_can_be_read(figures, tmp_path):
-    metrics = [
-        {"step": 1, "loss": 4.0},
-        {"step": 20_000, "loss": 3.0, "seconds": 2500.0},
-    ]
-    run = run_with(tmp_path / "run", metrics, batch_size=5)
-
-    runs_image([run], "png")
-    ticks = []
-    for axes in figures[0].axes:
-        axes.set_xticks([0, 1500, 1_500_000])
-        ticks.append(texts_of(axes.get_xticklabels()))
-
-    assert ticks == [
-        ["0", "1,500", "1,500,000"],
-        ["0", "1.5k", "1.5M"],
-        ["0", "1,500", "1,500,000"],
-    ]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "window", "default preset"])

@@ -93,12 +93,6 @@ def train(*options: object, **how) -> list[tuple[int, str, str]]:
         return ended(started)
 
 
-def execute(command: list[str], devices: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environment(devices), capture_output=True, text=True, check=False
-    )
-
-
 def train_alone(*options: object) -> None:
     """In this process, on one of its eight devices or on a mesh of all."""
     jax.config.update("jax_enable_x64", True)  # also in the threads that read a checkpoint
@@ -317,22 +311,3 @@ def test_another_number_of_devices_is_rejected_by_name(unjoined, monkeypatch):
         module.joined(None, None, None, leave),
     ):
         pass
-
-
-@pytest.mark.slow
-def test_open_mpi_is_found(options, tmp_path):
-    if (launcher := shutil.which("mpirun")) is None:
-        pytest.skip("there is no mpirun: apt-get install openmpi-bin")
-    launch = [launcher, "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    done = execute([*launch, *command(*options, "--steps", 6, "--distributed")], devices=4)
-
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(", total time") == 1  # mpirun gives it a terminal, with colours
-    assert len(RunDirectory(tmp_path / "run").provenance()[0]["devices"]) == 8
-
-
-@pytest.mark.slow
-def test_without_a_launcher_the_processes_are_not_found(options):
-    done = execute(command(*options, "--distributed"), devices=1)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"jgpt: coordinator_address .*\n", done.stderr)

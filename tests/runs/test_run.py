@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import shutil
@@ -517,19 +516,6 @@ def test_a_large_state_is_written_from_its_own_memory_before_it_may_be_donated(
         is_written = (copy / "checkpoints" / "7.sha256.json").exists()
         may_finish.set()
     assert is_written == is_waited
-
-
-def test_orbax_alone_is_quiet_and_only_while_a_run_is_open(out, caplog):
-    absl = logging.getLogger("absl")
-    filters = list(absl.filters)
-    with start(out) as run:
-        state, _ = run.restore(init)
-        run.save(1, state)
-        run.wait()
-        assert caplog.records == []
-        absl.warning("of another library")
-    assert caplog.messages == ["of another library"]
-    assert absl.filters == filters
 
 
 # --- requests and signals ------------------------------------------------------------------------

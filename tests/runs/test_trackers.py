@@ -56,13 +56,6 @@ def test_tensorboard_gets_each_value_and_forgets_what_is_trained_again(tmp_path)
     assert values == [(5, "loss", 2.5), (5, "validation_loss", 2.25), (6, "loss", 1.5)]
 
 
-def test_tensorboard_has_a_file_for_each_start_even_in_one_second(tmp_path):
-    for step in (1, 3):
-        with opened(tmp_path, "tensorboard") as log:
-            log({"step": step, "loss": 2.5})
-    assert len(list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))) == 2
-
-
 @pytest.fixture
 def wandb(monkeypatch):
     """Stands in for the package: what it was given."""
@@ -202,16 +195,6 @@ def test_a_tracker_that_cannot_be_opened_leaves_the_run_that_was_to_be_overwritt
         fit(dataclasses.replace(config, trackers=("wandb",)), overwrite=True, progress=None)
 
     assert contents(tmp_path / "run") == before
-
-
-def test_a_tracker_that_fails_at_the_end_is_a_warning(small_run, tmp_path, use):
-    use(lambda *_, **__: Failing(99, dead_service))
-    config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
-    heard = Heard()
-    fit(dataclasses.replace(config, trackers=("wandb",)), progress=heard)
-    (message,) = heard.messages
-
-    assert message.startswith("`trackers=('wandb',)` has failed (the service has ended)")
 
 
 def test_tensorboard_on_a_full_disk_fails_instead_of_waiting_for_its_thread(tmp_path):

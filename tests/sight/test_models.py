@@ -179,31 +179,6 @@ def test_the_backward_pass_is_anticausal() -> None:
     np.testing.assert_array_equal(found.last("t")[0, :, 0], [4] * 5)
 
 
-def test_padding_that_is_masked_is_never_read() -> None:
-    is_text = np.arange(6) < 4
-
-    def attended(x: Array) -> Array:
-        return jgpt.attend(x, x, x, jnp.broadcast_to(is_text, (6, 6)))
-
-    found = reads(attended, jax.ShapeDtypeStruct((1, 6, 3), jnp.float32), of={0: (None, "t")})
-
-    np.testing.assert_array_equal(found.first("t")[0, :, 0], [0] * 6)
-    np.testing.assert_array_equal(found.last("t")[0, :4, 0], [3] * 4)
-
-
-def test_a_router_with_a_capacity_reads_other_sequences() -> None:
-    def routed(x: Array) -> Array:
-        choice = jax.nn.one_hot(x.argmax(-1), 3)
-        order = jnp.cumsum(choice.reshape(-1, 3), axis=0).reshape(choice.shape)
-        return x * ((order <= 4) * choice).sum(-1, keepdims=True)
-
-    found = reads(routed, jax.ShapeDtypeStruct((2, 5, 3), jnp.float32), of={0: ("b", "t")})
-
-    assert found.first("b")[1].max() == 0
-    assert found.last("b")[0].max() == 0
-    assert not jgpt.prove(routed, "float32[b t 3]", separate="b", sizes={"t": 5})
-
-
 # --- other libraries -----------------------------------------------------------------------------
 
 
