@@ -26,12 +26,7 @@ SIZES: dict[str, Any] = {
 }
 GROUPS = {"num_heads": 6, "embed_dim": 24, "num_kv_heads": 3}  # heads of an even size, in pairs
 FAMILIES: dict[str, dict[str, Any]] = {
-    "lecture": {
-        "activation": "relu",
-        "use_bias": True,
-        "head_bias": True,
-        "tie_embeddings": False,
-    },
+    "lecture": {"activation": "relu", "use_bias": True, "head_bias": True, "tie_embeddings": False},
     "nanogpt": {"activation": "gelu"},
     "gpt2": {"activation": "gelu_tanh", "qkv_bias": True, "use_bias": True},
     "modern": {

@@ -13,15 +13,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgpt import (
-    GPT,
-    BigramLM,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    preset,
-)
+from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from jgpt.fields import UnknownField, from_json, to_json
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS

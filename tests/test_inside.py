@@ -344,8 +344,7 @@ def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen3", {}), ("modern", {"scan_layers": True, "remat": True})],
+    ("family", "changes"), [("qwen3", {}), ("modern", {"scan_layers": True, "remat": True})]
 )
 def test_results_are_captured_and_edited_as_by_hand(family, changes):
     def add_to_a_feature(x):

@@ -17,12 +17,7 @@ from tests.models import compiled, loud, weights_of
 PAGE = Path(__file__).parents[1] / "docs" / "one_page_gpt.py"
 page = runpy.run_path(str(PAGE))
 CONFIG = jgpt.ModelConfig(
-    vocab_size=23,
-    block_size=9,
-    num_layers=2,
-    num_heads=2,
-    embed_dim=20,
-    hidden_dim=80,
+    vocab_size=23, block_size=9, num_layers=2, num_heads=2, embed_dim=20, hidden_dim=80
 )
 BATCH = 4
 TIME = 7
@@ -124,11 +119,7 @@ def test_same_adam_as_optax(ours):
 def test_same_initial_distribution():
     # large enough that the deviation of each kernel is known to a few hundredths
     config = jgpt.ModelConfig(
-        vocab_size=230,
-        block_size=90,
-        num_layers=2,
-        num_heads=2,
-        embed_dim=200,
+        vocab_size=230, block_size=90, num_layers=2, num_heads=2, embed_dim=200
     )
 
     params = page["init_params"](jax.random.key(0), 230, 90, 2, 2, 200)

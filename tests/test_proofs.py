@@ -55,10 +55,7 @@ def sized_gpt(tokens: Array, sizes: Array) -> Array:
     vocab_size, embed_dim, block_size = sizes.shape
     with mock.patch.object(ModelConfig, "__post_init__"):
         config = dataclasses.replace(
-            CONFIG,
-            vocab_size=vocab_size,
-            embed_dim=embed_dim,
-            block_size=block_size,
+            CONFIG, vocab_size=vocab_size, embed_dim=embed_dim, block_size=block_size
         )
         # Not by `abstract_model`, which looks for the config in a cache, by the hash of its sizes.
         graph, weights = nnx.split(nnx.eval_shape(lambda: jgpt.GPT(config, rngs=nnx.Rngs(0))))
@@ -127,11 +124,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         lambda logits: next_token(logits, jax.random.key(0), Sampling(1.0, 5, 0.9, 0.1)),
         "float32[b 65]",
     ),
-    "GPT of any vocabulary, width and block": (
-        sized_gpt,
-        "int32[b t]",
-        "float32[v 3*d n]",
-    ),
+    "GPT of any vocabulary, width and block": (sized_gpt, "int32[b t]", "float32[v 3*d n]"),
     "int8 weights": (lambda x: with_int8_weights(model_of(CONFIG))(x), "int32[b t]"),
 }
 
@@ -247,8 +240,7 @@ def test_evaluation_is_proven_for_any_batches():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "array", "cases"),
-    [("data=4,fsdp=2", "int32[8*b t]", 1), ("fsdp=8", "int32[b t]", 4)],
+    ("mesh", "array", "cases"), [("data=4,fsdp=2", "int32[8*b t]", 1), ("fsdp=8", "int32[b t]", 4)]
 )
 def test_a_mesh_is_proven_for_batches_that_it_divides_and_others(mesh, array, cases):
     function = functools.partial(forward, CONFIG)

@@ -33,11 +33,7 @@ def shown(source: AnnotatedSource) -> dict[str, list[str]]:
 
 
 def mixed(x: Any, w: Any) -> Any:
-    scores = jnp.einsum(
-        "btd,de->bte",
-        x,
-        w,
-    )
+    scores = jnp.einsum("btd,de->bte", x, w)
     for _ in range(3):
         scores = scores + 1
     if x.ndim == 9:
@@ -140,10 +136,7 @@ def repeated(x: Any) -> Any:
     for part in (x, x[0]):
         y = part
     while x.shape[1] < 9:
-        x = jnp.concatenate(
-            [x, x],
-            axis=1,
-        )
+        x = jnp.concatenate([x, x], axis=1)
     with jax.named_scope("a"):
         for row in rows_of(x):
             y = row

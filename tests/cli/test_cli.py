@@ -178,10 +178,7 @@ IN_A_PROCESS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "commands",
-    [["sample"], [*IN_A_PROCESS]],
-)
+@pytest.mark.parametrize("commands", [["sample"], [*IN_A_PROCESS]])
 def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     commands, run, text_file, tmp_path
 ):
@@ -392,10 +389,7 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        ("plot", "--out", "losses.png"),
-        ("look", "--prompt", "the", "--out", "look.html"),
-    ],
+    [("plot", "--out", "losses.png"), ("look", "--prompt", "the", "--out", "look.html")],
     ids=lambda command: command[0],
 )
 def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(command, run, tmp_path):

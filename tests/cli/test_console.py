@@ -37,10 +37,7 @@ def story(width: int) -> str:
     config = dataclasses.replace(
         config, steps=3000, model=dataclasses.replace(config.model, vocab_size=103)
     )
-    text = types.SimpleNamespace(
-        train=range(418_543),
-        validation=range(46_505),
-    )
+    text = types.SimpleNamespace(train=range(418_543), validation=range(46_505))
     weights: dict = {f"matrix {i}": jnp.zeros((37, 64)) for i in range(12)}
     weights |= {f"vector {i}": jnp.zeros(32) for i in range(3)}
     progress = ConsoleProgress(console, "reading the data")

@@ -354,16 +354,7 @@ def test_sample(loaded, tmp_path):
     loaded.note("jgpt.generation.text.stream_text", ())
     rules = {"max_new_tokens": 5, "temperature": 0.3, "top_k": 4, "top_p": 0.6, "min_p": 0.2}
     words = ("--prompt", "a b", "--prompt", "c", "--stop", "x", "--stop", "y z")
-    more = (
-        "--seed",
-        9,
-        "--weights",
-        "int8",
-        "--checkpoint",
-        30,
-        "--model",
-        "m.py:GPT",
-    )
+    more = ("--seed", 9, "--weights", "int8", "--checkpoint", 30, "--model", "m.py:GPT")
     type_in(
         "sample", "run", *words_of(rules), *words, *more, "--mesh", "data=1", "--num-samples", 2
     )
@@ -375,11 +366,7 @@ def test_sample(loaded, tmp_path):
     assert received["tokenizer"] is TOKENIZER
     expected = jax.random.fold_in(jax.random.key(9), 0)
     assert (jax.random.key_data(received["key"]) == jax.random.key_data(expected)).all()
-    assert loaded["load"] == {
-        "run_directory": Path("run"),
-        "which": 30,
-        **CODE,
-    }
+    assert loaded["load"] == {"run_directory": Path("run"), "which": 30, **CODE}
     assert loaded["use_mesh"] == {"mesh": "data=1"}
 
     (tmp_path / "prompt.txt").write_text("of a file")
@@ -450,8 +437,7 @@ def test_info(calls):
 
 
 @pytest.mark.parametrize(
-    ("switch", "trace"),
-    [((), "forward"), (("--decode",), "decode"), (("--train",), "train")],
+    ("switch", "trace"), [((), "forward"), (("--decode",), "decode"), (("--train",), "train")]
 )
 def test_shapes(switch, trace, calls):
     traced = Mock(as_json=lambda: {"in": "json"})
@@ -515,23 +501,12 @@ def test_pictures(loaded, calls, monkeypatch, tmp_path):
     type_in("plot", "one", "--metric", "my/z", cwd=tmp_path)
     assert calls["metric_image"] == {"runs": ["run one"], "metric": "my/z", "format": "png"}
 
-    words = (
-        "--prompt",
-        "a b",
-        "--checkpoint",
-        30,
-        "--model",
-        "m.py:GPT",
-    )
+    words = ("--prompt", "a b", "--checkpoint", 30, "--model", "m.py:GPT")
     type_in("look", "run", *words, "--out", "c.html", "--max-new-tokens", 6, cwd=tmp_path)
     received = calls["model_page"]
     assert (received["prompt"], received["max_new_tokens"]) == ("a b", 6)
     assert str(calls["write_file"]["path"]) == "c.html"
-    assert calls["load"] == {
-        "run_directory": Path("run"),
-        "which": 30,
-        **CODE,
-    }
+    assert calls["load"] == {"run_directory": Path("run"), "which": 30, **CODE}
 
 
 def test_new(tmp_path):

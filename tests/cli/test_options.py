@@ -10,12 +10,7 @@ from jgpt.cli import options
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.commands.import_ import import_
 from jgpt.cli.commands.train import train
-from jgpt.cli.options import (
-    COMMON_OPTIONS,
-    ProcessOptions,
-    RunOptions,
-    parse,
-)
+from jgpt.cli.options import COMMON_OPTIONS, ProcessOptions, RunOptions, parse
 from jgpt.fields import to_json
 from jgpt.presets import PRESETS
 from tests.commands import refused, worked

@@ -125,13 +125,7 @@ def of_many(first, *rest, last=9, **named):
 @pytest.mark.parametrize("args", [(), (5, 6), (5, 6, 7)], ids=str)
 @pytest.mark.parametrize(
     "kwargs",
-    [
-        {},
-        {"fourth": 8},
-        {"fourth": 8, "second": 4},
-        {"fourth": 8, "unknown": 0},
-        {"second": 4},
-    ],
+    [{}, {"fourth": 8}, {"fourth": 8, "second": 4}, {"fourth": 8, "unknown": 0}, {"second": 4}],
     ids=str,
 )
 def test_arguments_are_bound_as_python_binds_them(function, args, kwargs):

@@ -13,11 +13,7 @@ import jgpt
 from jgpt import GPT, BigramLM
 from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.words import LEGEND
-from tests.contract.inspection import (
-    modules,
-    source_of,
-    violations,
-)
+from tests.contract.inspection import modules, source_of, violations
 
 
 def test_every_callable_is_checked_and_annotated():
@@ -56,14 +52,8 @@ PLANTED = [
     ),
     (f"class C:\n    @property\n    def f(self) -> {X[3:]}: return 1", "C.f is not checked"),
     (f"@jax.jit\ndef f({X}) -> None: ...", "f is not checked"),
-    (
-        f"@dataclass\nclass C:\n    {X}",
-        "C.__init__ is not checked: put @record above @dataclass",
-    ),
-    (
-        f"@typed\ndef f() -> None:\n    {G}",
-        "f.<locals>.g annotates arrays and is not checked",
-    ),
+    (f"@dataclass\nclass C:\n    {X}", "C.__init__ is not checked: put @record above @dataclass"),
+    (f"@typed\ndef f() -> None:\n    {G}", "f.<locals>.g annotates arrays and is not checked"),
     (
         f"@typed\ndef f() -> None:\n    @typed\n    {G.replace(' -> int', '')}",
         "f.<locals>.g is not annotated in full",

@@ -96,11 +96,7 @@ def test_a_column_of_parquet_is_read(tmp_path):
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
         ("a.jsonl", lines({"text": None}), "a.jsonl is empty"),
         ("a.txt.gz", gzipped(b"text" * 99)[:-9], "a.txt.gz is damaged or cut short: "),
-        (
-            "a.txt.gz",
-            gzipped(b"text" * 99)[:-8] + b"12345678",
-            "is damaged or cut short: CRC",
-        ),
+        ("a.txt.gz", gzipped(b"text" * 99)[:-8] + b"12345678", "is damaged or cut short: CRC"),
         ("a.txt.gz", b"text", "is damaged or cut short: Not a gzipped file"),
         ("a.txt.gz", gzipped(b"caf\xe9"), "a.txt.gz is not UTF-8 text: byte 3"),
     ],
@@ -173,11 +169,7 @@ def test_hidden_files_are_skipped_and_what_is_skipped_is_said(tmp_path):
 def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):
     path = write(tmp_path, "a.jsonl", lines({"text": "To be"}, {"text": "or not"}) * 9)
     prepared = tmp_path / "prepared"
-    config = DataConfig(
-        (path,),
-        tokenizer="gpt2",
-        tokenizer_files=str(data_directory / "gpt2-bpe"),
-    )
+    config = DataConfig((path,), tokenizer="gpt2", tokenizer_files=str(data_directory / "gpt2-bpe"))
     of_characters = dataclasses.replace(config, tokenizer="char")
     of_prepared = DataConfig((str(prepared),))
 

@@ -201,7 +201,7 @@ FOLDERS = {
         "tokenizer_config.json": {
             "eos_token": "<A>",
             "added_tokens_decoder": {"300": token_fields("<A>", lstrip=True)},
-        },
+        }
     },
     "the older file replaces names": {
         "tokenizer_config.json": {"eos_token": "<B>", "pad_token": "<C>"},

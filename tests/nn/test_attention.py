@@ -42,20 +42,8 @@ def test_a_head_has_the_biases_that_it_is_asked_for(use_bias):
 def test_weights_by_hand():
     # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
     query = jnp.array([[2.0, 0.0, 0.0, 0.0]])
-    key = jnp.array(
-        [
-            [0.0, 9, 9, 9],
-            [math.log(2), 0, 0, 0],
-            [math.log(5), 0, 0, 0],
-        ]
-    )
-    value = jnp.array(
-        [
-            [8.0, 0],
-            [0, 8],
-            [16, 0],
-        ]
-    )
+    key = jnp.array([[0.0, 9, 9, 9], [math.log(2), 0, 0, 0], [math.log(5), 0, 0, 0]])
+    value = jnp.array([[8.0, 0], [0, 8], [16, 0]])
     all_but_the_last = jnp.array([[True, True, False]])
     nothing = jnp.array([[False, False, False]])
 
@@ -171,13 +159,7 @@ def test_fused_attention_is_attention_forward_and_backward(causal, window, kv_he
 
     def fused(query, key, value, window=window, scale=scale):
         return fused_attend(
-            query,
-            key,
-            value,
-            causal=causal,
-            window=window,
-            scale=scale,
-            implementation="xla",
+            query, key, value, causal=causal, window=window, scale=scale, implementation="xla"
         )
 
     def output_and_gradients(function, *qkv):

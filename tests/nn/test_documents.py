@@ -31,10 +31,7 @@ def test_a_mask_may_have_any_leading_axes():
         np.testing.assert_allclose(found[row], alone, rtol=1e-6)
     # JAX has the heads after the time
     expected = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2),
-        key.swapaxes(1, 2),
-        value.swapaxes(1, 2),
-        mask=masks,
+        query.swapaxes(1, 2), key.swapaxes(1, 2), value.swapaxes(1, 2), mask=masks
     )
     np.testing.assert_allclose(found, expected.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
     # the control: the first mask alone gives something else

@@ -115,12 +115,7 @@ def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
 
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
 def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
-    model = small_gpt(
-        num_layers=1,
-        ngram_sizes=(2,),
-        dropout=dropout,
-        ngram_dropout=ngram_dropout,
-    )
+    model = small_gpt(num_layers=1, ngram_sizes=(2,), dropout=dropout, ngram_dropout=ngram_dropout)
 
     def loss(model):
         logits = model(FIVE_TOKENS)

@@ -109,11 +109,7 @@ def test_a_cache_keeps_its_dtype(dtype):
 
 @pytest.mark.parametrize(
     ("causal", "options"),
-    [
-        (True, {"context": X[:, :3]}),
-        (True, {"rngs": nnx.Rngs(dropout=0)}),
-        (False, {}),
-    ],
+    [(True, {"context": X[:, :3]}), (True, {"rngs": nnx.Rngs(dropout=0)}), (False, {})],
     ids=["cross-attention", "training", "an encoder"],
 )
 def test_a_cache_is_for_self_attention_in_evaluation(causal, options):

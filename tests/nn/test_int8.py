@@ -37,11 +37,7 @@ def test_rows_are_quantised_by_hand():
     rows, scale = quantise(matrix)
 
     assert rows.dtype == jnp.int8
-    assert rows.tolist() == [
-        [32, -64, 127, 126],
-        [0, 0, 0, 0],
-        [64, 0, -127, 13],
-    ]
+    assert rows.tolist() == [[32, -64, 127, 126], [0, 0, 0, 0], [64, 0, -127, 13]]
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 

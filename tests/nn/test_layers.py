@@ -43,49 +43,23 @@ def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_projection_and_its_gradients_by_hand(dtype, activation):
     # small integers, which bfloat16 has exactly: the order of adding can't be seen
-    x = jnp.array(
-        [
-            [[1.0, 2]],
-            [[3, -1]],
-        ],
-        dtype,
-    )
-    kernel = jnp.array(
-        [
-            [1.0, 2, 3],
-            [4, 5, 6],
-        ]
-    )
+    x = jnp.array([[[1.0, 2]], [[3, -1]]], dtype)
+    kernel = jnp.array([[1.0, 2, 3], [4, 5, 6]])
 
     def projection(x, kernel):
         return project(x, kernel, dtype, activation)
 
     y, pull_back = jax.vjp(projection, x, kernel)
-    dy = jnp.array(
-        [
-            [[1.0, 0, 2]],
-            [[0, 1, 0]],
-        ],
-        y.dtype,
-    )
+    dy = jnp.array([[[1.0, 0, 2]], [[0, 1, 0]]], y.dtype)
     dx, dkernel = pull_back(dy)
 
     assert y.dtype == (activation or "float32")
-    assert y.tolist() == [
-        [[9, 12, 15]],
-        [[-1, 1, 3]],
-    ]
+    assert y.tolist() == [[[9, 12, 15]], [[-1, 1, 3]]]
     # each gradient has the dtype of its own argument
     assert dx.dtype == dtype
     assert dkernel.dtype == "float32"
-    assert dx.tolist() == [
-        [[7, 16]],
-        [[2, 5]],
-    ]
-    assert dkernel.tolist() == [
-        [1, 3, 2],
-        [2, -1, 4],
-    ]
+    assert dx.tolist() == [[[7, 16]], [[2, 5]]]
+    assert dkernel.tolist() == [[1, 3, 2], [2, -1, 4]]
 
 
 def test_a_narrow_projection_adds_up_in_float32():

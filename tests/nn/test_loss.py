@@ -10,12 +10,7 @@ from flax import nnx
 
 from jgpt import cross_entropy
 from jgpt.nn.layers import Embedding
-from jgpt.nn.loss import (
-    bits_per_character,
-    cross_entropy_from,
-    token_losses,
-    token_losses_from,
-)
+from jgpt.nn.loss import bits_per_character, cross_entropy_from, token_losses, token_losses_from
 from jgpt.nn.module import require_in_vocabulary
 from tests.models import SIZES, compiled, normal, random_model
 

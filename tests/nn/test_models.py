@@ -25,11 +25,7 @@ def parameters_by_part(config):
 
 def test_the_parts_by_hand_in_the_order_of_a_forward_pass():
     config = config_of(
-        "modern",
-        use_bias=True,
-        positions="learned",
-        ngram_sizes=(2, 4),
-        ngram_rows=19,
+        "modern", use_bias=True, positions="learned", ngram_sizes=(2, 4), ngram_rows=19
     )
 
     counts = parameters_by_part(config)

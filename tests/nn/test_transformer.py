@@ -47,12 +47,7 @@ def test_another_future_changes_nothing_before_it(family):
 
 def test_initial_parameters_are_those_of_gpt2():
     # large enough that the spread of each kernel is known to a percent
-    config = dataclasses.replace(
-        preset("gpt2").model,
-        vocab_size=999,
-        embed_dim=192,
-        num_layers=3,
-    )
+    config = dataclasses.replace(preset("gpt2").model, vocab_size=999, embed_dim=192, num_layers=3)
     model = GPT(config, rngs=nnx.Rngs(0))
 
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -201,12 +196,7 @@ def test_a_bigram_s_rows_are_the_logits():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_padded_vocabulary_is_not_seen_from_outside(tied):
     """1030 tokens, padded to 1152 inside the product."""
-    model = random_gpt(
-        "lecture",
-        vocab_size=1030,
-        tie_embeddings=tied,
-        head_bias=not tied,
-    )
+    model = random_gpt("lecture", vocab_size=1030, tie_embeddings=tied, head_bias=not tied)
     x = normal(1, 2, 5, EMBED_DIM)
     gradient = normal(2, 2, 5, 1030)
     kernel = model.token_embedding.embedding[...].T
@@ -267,8 +257,7 @@ def test_a_cache_of_learned_positions_ends_with_the_block():
 
 
 @pytest.mark.parametrize(
-    ("family", "capacity", "cached", "time"),
-    [("nanogpt", 7, 7, 1), ("modern", 7, 5, 3)],
+    ("family", "capacity", "cached", "time"), [("nanogpt", 7, 7, 1), ("modern", 7, 5, 3)]
 )
 def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached, time):
     """They would replace keys that are still read. The refused call leaves the cache as it was."""

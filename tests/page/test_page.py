@@ -101,10 +101,7 @@ def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["default preset", "one's own", "qwen3", "bigram"],
-)
+@pytest.mark.parametrize("name", ["default preset", "one's own", "qwen3", "bigram"])
 def test_what_is_typed_and_changed_is_computed_in_the_page(name, request, tmp_path):
     look = look_of(name)
     if name == "default preset":

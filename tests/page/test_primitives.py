@@ -13,13 +13,7 @@ import wasmtime
 from jax import lax
 
 from jgpt.page.program import PRIMITIVES, make_program
-from tests.javascript import (
-    INTERPRETER,
-    PRODUCT,
-    Call,
-    needs_javascript,
-    run_programs,
-)
+from tests.javascript import INTERPRETER, PRODUCT, Call, needs_javascript, run_programs
 
 RANDOM = np.random.default_rng(0)
 EDGES = np.array(

@@ -248,9 +248,7 @@ def _adamw(port: torch.nn.Module, decays: Decays) -> torch.optim.AdamW:
     if others:
         groups.append({"params": others, "weight_decay": 0.0})
     return torch.optim.AdamW(
-        groups,
-        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-        weight_decay=OPTIMIZER.weight_decay,
+        groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=OPTIMIZER.weight_decay
     )
 
 

@@ -124,10 +124,7 @@ def packed_weights(reference: torch.nn.MultiheadAttention) -> dict[str, Any]:
         "query": {"kernel": query.T, "bias": query_bias},
         "key": {"kernel": key.T, "bias": key_bias},
         "value": {"kernel": value.T, "bias": value_bias},
-        "projection": {
-            "kernel": tensors["out_proj.weight"].T,
-            "bias": tensors["out_proj.bias"],
-        },
+        "projection": {"kernel": tensors["out_proj.weight"].T, "bias": tensors["out_proj.bias"]},
     }
     return jax.tree.map(lambda tensor: jnp.asarray(tensor.detach()), weights)
 

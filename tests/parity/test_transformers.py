@@ -205,10 +205,7 @@ def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
         assert_same_logits(jgpt.load_hf(tmp_path), reference)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gpt2", "float16"), ("qwen3, tied", "bfloat16")],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float16"), ("qwen3, tied", "bfloat16")])
 def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path):
     reference = random_model(name).to(getattr(torch, dtype))
     reference.save_pretrained(tmp_path, max_shard_size="5KB")

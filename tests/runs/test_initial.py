@@ -57,11 +57,7 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(
     config = with_changes(config, mesh=mesh, batch_size=8, optimizer={"trainable": ("*.lora_?",)})
     out = tmp_path / "stopped"
     stopped_config = dataclasses.replace(config, out=str(out))
-    given: dict[str, Any] = {
-        "model": LoRAGPT,
-        "initial": str(trained.path),
-        "progress": None,
-    }
+    given: dict[str, Any] = {"model": LoRAGPT, "initial": str(trained.path), "progress": None}
     before = arrays_of(jgpt.load(trained.path).model)
     run = jgpt.fit(config, **given)
     with pytest.raises(TrainingStopped):
@@ -170,12 +166,7 @@ def test_the_command_starts_from_a_hugging_face_folder(preset, tmp_path, poem):
 
 
 @pytest.mark.parametrize(
-    "named",
-    [
-        ("--tokenizer", "bpe"),
-        ("--tokenizer", "byte"),
-        ("--bpe-vocab-size", 512),
-    ],
+    "named", [("--tokenizer", "bpe"), ("--tokenizer", "byte"), ("--bpe-vocab-size", 512)]
 )
 def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     named, trained, tmp_path

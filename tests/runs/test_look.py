@@ -129,10 +129,7 @@ def test_a_prompt_is_continued_as_generate_does_within_the_block():
 def test_the_arrays_of_the_forward_pass_are_on_the_page():
     model = random_gpt("modern")
     captured = jgpt.capture(
-        model,
-        "blocks.0.attention",
-        "blocks.1.attention",
-        "blocks.0.attention.merge_heads",
+        model, "blocks.0.attention", "blocks.1.attention", "blocks.0.attention.merge_heads"
     )
 
     def forward(tokens):

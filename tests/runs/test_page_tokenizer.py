@@ -322,12 +322,7 @@ def questions_for(tokenizer: Tokenizer, count: int, seed: int, draw: random.Rand
         if isinstance(tokens, list):
             ids.append(tokens)
     single = draw.sample(range(size), min(size, count))
-    return {
-        "vocabulary": vocabulary_of(tokenizer),
-        "texts": texts,
-        "ids": ids,
-        "single": single,
-    }
+    return {"vocabulary": vocabulary_of(tokenizer), "texts": texts, "ids": ids, "single": single}
 
 
 def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None:

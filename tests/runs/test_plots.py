@@ -13,21 +13,14 @@ from jgpt.fields import to_json
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.plots import (
-    metric_image,
-    runs_image,
-)
+from jgpt.runs.plots import metric_image, runs_image
 from tests.models import TRANSFORMERS, compiled, config_of, loud, tokens_of
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
     "window": config_of("nanogpt", attention_window=2),
     "default preset": dataclasses.replace(
-        preset("modern-cpu").model,
-        vocab_size=17,
-        block_size=11,
-        attention_window=3,
-        ngram_rows=13,
+        preset("modern-cpu").model, vocab_size=17, block_size=11, attention_window=3, ngram_rows=13
     ),
 }
 
@@ -40,10 +33,7 @@ def figures(monkeypatch):
     return figures
 
 
-STYLES = {
-    ("-", "full"): "line",
-    ("None", "full"): "dots",
-}
+STYLES = {("-", "full"): "line", ("None", "full"): "dots"}
 """Of lines and fillings, as matplotlib names them."""
 
 
@@ -91,11 +81,7 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
         "tokens": ([35, 70, 105, 140], [70, 140]),
         "seconds": ([5.0, 10.0, 25.0, 40.0], [10.0, 40.0]),
     }
-    two = {
-        "steps": ([1, 2], [2]),
-        "tokens": ([14, 28], [28]),
-        "seconds": ([5.0, 10.0], [10.0]),
-    }
+    two = {"steps": ([1, 2], [2]), "tokens": ([14, 28], [28]), "seconds": ([5.0, 10.0], [10.0])}
 
     runs_image(runs, "png")
 

@@ -118,9 +118,7 @@ BUGS: dict[str, Bug] = {
         lambda x: two_paths(x, 0.1, True) + two_paths(x, 0.0, True),
     ),
     "nanoGPT#331": Bug(
-        lambda x: written_out(x, False),
-        "return weights @ (x @ V)",
-        lambda x: written_out(x, True),
+        lambda x: written_out(x, False), "return weights @ (x @ V)", lambda x: written_out(x, True)
     ),
     "minGPT#75": Bug(
         lambda x: filled(x, -1e3),

@@ -195,10 +195,7 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         )[0, :, 1],
         [[max(t - 1, 0), t] for t in EACH],
     ),
-    "0 times what has no rule": (
-        lambda x: 0 * jnp.linalg.cholesky(x[:1, None])[0],
-        [[0, 0]],
-    ),
+    "0 times what has no rule": (lambda x: 0 * jnp.linalg.cholesky(x[:1, None])[0], [[0, 0]]),
     "a maximum with a scaled masked number": (
         lambda x: jnp.maximum(x[0] * (x[0] - 1e9), far_below(x)),
         [[0, 4]],
@@ -215,10 +212,7 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x: jnp.where(jnp.isnan(jnp.take(x, np.array([7]), mode="fill")), x[4:], x[:1]),
         [[0, 4]],
     ),
-    "an index that is one of two": (
-        lambda x: x[:3][jnp.where(x[4] > 0, 1, 2)],
-        [[0, 4]],
-    ),
+    "an index that is one of two": (lambda x: x[:3][jnp.where(x[4] > 0, 1, 2)], [[0, 4]]),
     "a loop as data decides": (spread, [[0, 4]] * TIME),
     "a scan": (shifted_in_scan, [NONE, *[[t, t] for t in EACH[:-1]]]),
     "a branch as data decides": (

@@ -95,8 +95,7 @@ MATRICES = PARAMETERS - 512 * 256 - 128 * 256
 
 
 @pytest.mark.parametrize(
-    "chip",
-    [{"peak_flops": 1e3}, {"memory_bandwidth": 1e-3}, {"memory": 340}, {"memory": 339}],
+    "chip", [{"peak_flops": 1e3}, {"memory_bandwidth": 1e-3}, {"memory": 340}, {"memory": 339}]
 )
 def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
     chip = dataclasses.replace(CHIPS["v5e"], **{"peak_flops": 1e5, **chip})

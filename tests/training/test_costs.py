@@ -112,13 +112,7 @@ def columns(function, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     ("rows", "features", "padded"),
-    [
-        (129, 1025, 1152),
-        (128, 1025, 1025),
-        (129, 1024, 1024),
-        (129, 1030, 1152),
-        (300, 1152, 1152),
-    ],
+    [(129, 1025, 1152), (128, 1025, 1025), (129, 1024, 1024), (129, 1030, 1152), (300, 1152, 1152)],
 )
 def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, features, padded):
     untied = columns(project_to_vocabulary, (rows, 7), (7, features))

@@ -17,8 +17,7 @@ from jgpt.training.step import make_eval_step
 
 TOKENS = np.random.default_rng(3).integers(0, 11, 400).astype(np.uint16)
 SMALL = TrainConfig(
-    model=ModelConfig(architecture="bigram", vocab_size=11, block_size=6),
-    batch_size=4,
+    model=ModelConfig(architecture="bigram", vocab_size=11, block_size=6), batch_size=4
 )
 # twice the table's 121 weights for each target, and four windows of six targets in a batch
 WORK_OF_A_BATCH = 2 * 121 * 4 * 6

@@ -38,11 +38,7 @@ def rates(config, steps, some_steps, peak=None):
 
 
 WSD = OptimizerConfig(
-    learning_rate=0.4,
-    min_learning_rate=0.0,
-    schedule="wsd",
-    warmup_steps=3,
-    decay_fraction=0.4,
+    learning_rate=0.4, min_learning_rate=0.0, schedule="wsd", warmup_steps=3, decay_fraction=0.4
 )
 FLAT = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
 # 3 of 10 steps up, 3 stay, 4 go down: the tenth is above zero, and the eleventh would be zero

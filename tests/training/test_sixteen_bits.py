@@ -23,12 +23,7 @@ from jgpt.training.step import make_eval_step, make_train_steps
 TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
     model=ModelConfig(
-        vocab_size=11,
-        block_size=6,
-        num_layers=1,
-        num_heads=2,
-        embed_dim=8,
-        param_dtype="bfloat16",
+        vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, param_dtype="bfloat16"
     ),
     optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0),
     steps=12,
