@@ -6,7 +6,6 @@ import importlib
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -243,8 +242,3 @@ def test_a_name_that_is_not_there_is_nearly_another():
         jgpt.Haed  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'zebra'$"):
         jgpt.zebra  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_the_version_is_the_packages():
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    assert jgpt.__version__ == project["version"]

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,7 +19,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 runner = importlib.import_module("runner")
 tables = importlib.import_module("tables")
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -43,36 +41,6 @@ def test_a_record_names_its_command_and_its_commit(path):
 
 COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty| or earlier)?")
 """With changes, or where the record does not say it, that of the commit that added the record."""
-
-
-def test_a_figure_that_was_changed_by_hand_is_noticed():
-    page = BENCHMARKS.read_text()
-    assert tables.written(page.replace("20.4 (", "18.2 (")) == page
-    assert tables.written("<!-- table: best -->\nnothing\n<!-- end -->") != page
-
-
-def test_the_runner_takes_turns(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "provenance", dict)
-    code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); print('{\"found\": 2.5}')"
-    order = tmp_path / "order"
-
-    def variant(name: str, **options: Any) -> Any:
-        command = [sys.executable, "-c", code, str(order), f"{name}{{seed}}"]
-        return runner.Variant(name, command, **options)
-
-    variants = [variant("a"), variant("b", rounds=1), variant("c", warm=True)]
-    options = runner.Rounds(rounds=2, results=tmp_path)
-    runner.compare("turns", variants, options, lambda measured: {"variants": len(measured)})
-
-    assert order.read_text() == "c1336 a1337 b1337 c1337 a1338 c1338 "
-    record = json.loads((tmp_path / "turns.json").read_text())
-    assert record["variants"] == 4  # with the processor
-    assert record["figures"]["b"]["found"] == [2.5]
-    assert len(record["figures"]["the processor"]["gflops"]) == 2
-    # a child's peak begins with that of the process that starts it
-    most = 500 + resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert all(0 < peak < most for peak in record["figures"]["a"]["peak_mib"])
-    assert "2.5 (2.5 to 2.5)" in capsys.readouterr().out
 
 
 def shakespeare_best(found: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import re
 
 import jax
@@ -260,61 +259,6 @@ def test_edited_models_and_the_plain_one_are_programs_of_their_own(call, changes
         assert np.abs(one - other).max() > 1e-3
 
 
-def test_eager_calls_compile_nothing_anew_for_a_watch():
-    model = model_of()
-    heard(model, TOKENS)
-    jgpt.capture(model, "blocks.1")(TOKENS)
-    compiled: list[str] = []
-
-    def handle(logger, record):
-        compiled.append(record.msg)
-
-    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.Logger, "handle", handle)
-        for _ in range(3):
-            heard(model, TOKENS)
-            jgpt.capture(model, "blocks.1")(TOKENS)
-
-    assert compiled == []
-
-
-def test_of_nested_watches_the_inner_one_sees_a_result_first():
-    events = []
-
-    def watch(name, change):
-        def hear(call):
-            events.append(name)
-
-            def replace(result):
-                events.append(f"{name} {float(result[0, 0])}")
-                return change(result)
-
-            return replace
-
-        return hear
-
-    one = jnp.ones((1, 1))  # a single key, whose weight is 1
-    outer = jgpt.watching(watch("outer", lambda x: x + 1))
-    inner = jgpt.watching(watch("inner", lambda x: 3 * x))
-
-    with outer, inner:
-        weights = jgpt.attention_weights(one, one)
-
-    assert float(weights[0, 0]) == 3 * 1 + 1
-    assert events == ["outer", "inner", "inner 1.0", "outer 3.0"]
-
-
-def test_what_a_watch_calls_is_not_heard():
-    model = model_of()
-
-    def add_logits(logits):
-        return logits + model(TOKENS)  # heard, this call would add them without an end
-
-    found = jgpt.edit(model, {"logits": add_logits})(TOKENS)
-
-    np.testing.assert_allclose(found, 2 * model(TOKENS), rtol=1e-6)
-
-
 @pytest.mark.parametrize("changes", [{}, {"remat": True}, {"scan_layers": True}])
 def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
     model = model_of(**changes)
@@ -504,16 +448,3 @@ result   bfloat16[batch=3 4]
     ]
     with pytest.raises(ValueError, match="abs makes no typed call"):
         jgpt.shape_trace(jnp.abs, jnp.ones(3))
-
-
-def test_a_model_s_tree_has_the_sizes_of_its_arrays():
-    model = model_of(num_heads=2, embed_dim=12)
-    lines = jgpt.shape_trace(model, TOKENS).lines(2)
-    assert lines[0] == "GPT(tokens: int32[batch=2 time=5])"
-    assert "  blocks.1 to 2: the same" in lines
-    (attention,) = [line for line in lines if line.startswith("    attention ")]
-    _, shape = attention.split(None, 1)
-    assert shape == "float32[batch=2 time=5 embed_dim=12]"
-    result, shape = lines[-1].split(None, 1)
-    assert result == "result"
-    assert shape == "float32[batch=2 time=5 vocab_size=17]"

@@ -14,28 +14,7 @@ from jgpt.machine import (
     describe_unused_gpu,
     memory_in_use,
     memory_limit,
-    peak_flops,
 )
-from jgpt.runs.fit import plan
-from jgpt.runs.progress import Progress
-
-
-@pytest.mark.parametrize(
-    ("kind", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("TPU v5 lite", 197e12),
-        ("TPU v5", 459e12),
-        ("TPU v9", None),
-        ("NVIDIA L40S", None),
-    ],
-)
-def test_a_peak_is_the_maker_s_or_unknown(monkeypatch, kind, peak):
-    monkeypatch.setattr("jax.devices", lambda: [types.SimpleNamespace(device_kind=kind)])
-    monkeypatch.setattr("jax.device_count", lambda: 8)
-    assert peak_flops() == peak  # of one device, however many the host has
 
 
 @pytest.mark.parametrize(
@@ -107,17 +86,3 @@ def jax_platforms(chosen: str | None):
     jax.config.update("jax_platforms", chosen)
     yield
     jax.config.update("jax_platforms", before)
-
-
-def test_training_names_the_unused_gpu_before_it_starts(monkeypatch, small_run, tmp_path):
-    monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path),))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = []
-
-    class Heard(Progress):
-        def warned(self, message):
-            said.append(message)
-
-    with jax_platforms(None):
-        plan(small_run, progress=Heard())
-    assert [line for line in said if "jax[cuda12]==" in line]

@@ -116,31 +116,6 @@ def test_same_adam_as_optax(ours):
     assert np.abs(after - before).mean() > 1e-2  # far more than the tolerance
 
 
-def test_same_initial_distribution():
-    # large enough that the deviation of each kernel is known to a few hundredths
-    config = jgpt.ModelConfig(
-        vocab_size=230, block_size=90, num_layers=2, num_heads=2, embed_dim=200
-    )
-
-    params = page["init_params"](jax.random.key(0), 230, 90, 2, 2, 200)
-    weights = weights_of(jgpt.GPT(config, rngs=nnx.Rngs(0)))
-
-    assert size_of(params) == size_of(weights)
-    page_block = params["blocks"][0]
-    block = weights["blocks"][0]
-    for name, kernel in (
-        ("projection", block["attention"]["projection"]["kernel"]),
-        ("key", block["attention"]["key"]["kernel"]),
-        ("contraction", block["feed_forward"]["projection"]["kernel"]),
-    ):
-        deviation = float(np.std(kernel))
-        assert np.std(page_block[name]) == pytest.approx(deviation, rel=0.03)
-
-
-def size_of(tree):
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
 def test_samples_continue_past_the_block_and_are_greedy_when_cold(ours):
     graph, weights, window = ours
     model = nnx.merge(graph, weights)

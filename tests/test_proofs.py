@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -344,48 +343,8 @@ def wrongly_reshaped(x):
     return x.reshape(x.shape[0] + 1)
 
 
-@jax.custom_vjp
-def wrong_forward(x):
-    return x.sum()
-
-
-@jax.custom_vjp
-def wrong_backward(x):
-    return x.sum()
-
-
-@jax.custom_jvp
-def wrong_tangent(x):
-    return x.sum()
-
-
-def backward(x, gradient):
-    return (gradient * jnp.ones_like(x),)
-
-
-wrong_forward.defvjp(lambda x: (wrongly_reshaped(x).sum(), x), backward)
-wrong_backward.defvjp(
-    lambda x: (x.sum(), x), lambda x, gradient: (gradient * jnp.ones_like(x) * hidden_sum(x),)
-)
-wrong_tangent.defjvp(lambda primals, tangents: (primals[0].sum(), hidden_sum(tangents[0])))
-
-
 def hidden_sum(x):
     return wrongly_reshaped(x).sum()
-
-
-@jax.custom_vjp
-def wrong_inside(x):
-    return hidden_sum(x)
-
-
-@jax.custom_jvp
-def wrong_in_tangents(x):
-    return hidden_sum(x)
-
-
-wrong_inside.defvjp(lambda x: (x.sum(), x), backward)
-wrong_in_tangents.defjvp(lambda primals, tangents: (primals[0].sum(), tangents[0].sum()))
 
 
 def on_shards(x):
@@ -402,15 +361,8 @@ HIDDEN = {
     "a branch": lambda x: jax.lax.cond(True, hidden_sum, jnp.sum, x),
     "a switch": lambda x: jax.lax.switch(0, [jnp.sum, jnp.mean, hidden_sum], x),
     "a scan": lambda x: jax.lax.scan(lambda c, _: (c + hidden_sum(x), 0), 0.0, jnp.arange(3)),
-    "a condition": lambda x: jax.lax.while_loop(lambda c: c < hidden_sum(x), lambda c: c + 1, 0.0),
     "a nested jit": jax.jit(lambda x: jax.jit(jax.jit(hidden_sum))(x)),
-    "rematerialisation": jax.checkpoint(hidden_sum),
     "a gradient": jax.grad(hidden_sum),
-    "a custom forward pass": jax.grad(wrong_forward),
-    "a custom backward pass": jax.grad(wrong_backward),
-    "a custom tangent": jax.grad(wrong_tangent),
-    "a custom_vjp": wrong_inside,
-    "a custom_jvp": wrong_in_tangents,
     "shards": lambda x: on_shards(x),
 }
 
@@ -507,39 +459,11 @@ def test_sizes_that_differ_are_told_from_sizes_that_can_t_be_shown_to_be_equal()
 
 
 @pytest.mark.parametrize(
-    ("array", "where", "message"),
-    [
-        ("float32[b,2]", (), "is not an array such as"),
-        ("floot32[b]", (), "is not an array such as"),
-        ("int8[b+]", (), "is not an array such as"),
-        ("int8[b]", "b < 3", "can't be read"),
-        ("int8[b]", ["b >= 3", "b <= 2"], "no sizes"),
-        ("int8[b]", ["b == 3", "b >= 4"], "no sizes"),
-        ("int8[b]", "q >= 3", "names q, a size that no array has"),
-    ],
-)
-def test_what_can_t_be_read_is_rejected(array, where, message):
-    with pytest.raises(ValueError, match=message):
-        prove(jnp.abs, array, where=where)
-
-
-def test_a_fixed_size_counts_in_what_is_computed_of_it():
-    proof = prove(lambda x: x.reshape(17), "float32[t+1]", where=["t == 16"])
-
-    assert only_case(proof).verdict == "proven"
-
-
-@pytest.mark.parametrize(
     "decided",
     [
         lambda size: int(1 + size**0.5),
-        lambda size: math.ceil(2 * size**0.5 / 3),
         lambda size: 1 if size**0.5 > 3 else 2,
-        lambda size: 1 if size**0.5 != 3 else 2,
-        lambda size: 1 if -(size**-0.5) else 2,
         lambda size: 1 if size / 2 > 1 else 2,
-        lambda size: 1 if 8 / size != 1 else 2,
-        lambda size: int(size / 2),
     ],
 )
 def test_what_a_quotient_or_a_power_of_a_size_decides_is_open(decided):

@@ -1,15 +1,12 @@
 """The rules of sharding: which dimensions are split over which axes of a mesh."""
 
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jgpt.nn.layers import Linear
 from jgpt.parallel.mesh import abstract_mesh, make_mesh
-from jgpt.parallel.rules import dimensions_of, shard_by_name, spec_of, split_batch, stacked
-from tests.models import tokens_of, weights_of
+from jgpt.parallel.rules import spec_of, split_batch
+from tests.models import tokens_of
 
 MESH = "data=2,fsdp=3,tensor=5"
 
@@ -36,19 +33,6 @@ def test_dimensions_are_split_where_the_axes_divide_them(dimensions, shape, mesh
     assert found == spec
 
 
-def test_with_a_mesh_an_array_is_split_and_without_one_it_stays():
-    tokens = tokens_of(1)
-
-    without_mesh = shard_by_name(tokens, "batch", "time")
-    with jax.set_mesh(make_mesh("data=4,tensor=2")):
-        # an array that was made without a mesh can't be given one eagerly
-        sharded = shard_by_name(tokens_of(1, batch=12), "batch", "time")
-
-    assert without_mesh is tokens
-    shard_shape = sharded.sharding.shard_shape(sharded.shape)
-    assert shard_shape == (12 // 4, sharded.shape[1])
-
-
 def test_all_devices_take_part_in_each_part_of_a_batch():
     """The numbers would be the same if a device had whole parts, one after the other."""
     with jax.set_mesh(make_mesh("data=4,tensor=2")):
@@ -63,29 +47,3 @@ def test_a_mesh_of_another_size_than_the_machine_is_rejected():
 
     with pytest.raises(ValueError, match=message):
         make_mesh("data=2,fsdp=3")
-
-
-def test_a_parameter_without_names_has_none_for_each_dimension():
-    parameter = nnx.Param(jnp.zeros((2, 3, 4)))
-
-    assert dimensions_of(parameter) == (None, None, None)
-
-
-def test_stacked_layers_are_sharded_as_each_is():
-    dimensions = ("embed_dim", "hidden_dim")
-    layers = []
-    for seed in range(3):
-        layers.append(Linear(6, 8, dimensions=dimensions, rngs=nnx.Rngs(seed)))
-    weights = [weights_of(layer) for layer in layers]
-
-    def stack(weights):
-        return stacked(weights, layers[0])["kernel"]
-
-    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
-        sharded = jax.jit(stack)(weights)
-    alone = stack(weights)
-
-    shard_shape = sharded.sharding.shard_shape(sharded.shape)
-    assert shard_shape == (3, 6 // 2, 8 // 4)
-    assert alone.shape == (3, 6, 8)
-    assert (alone == sharded).all()

@@ -49,13 +49,6 @@ def test_each_line_is_a_message(run):
 
 
 @pytest.mark.slow
-def test_a_system_message_that_is_too_long_is_said(run):
-    done = command("chat", run, *GREEDY, 5, "--system", "z" * 70, stdin=b"it\n")
-
-    assert done.stdout.startswith("the message is too long: ")
-
-
-@pytest.mark.slow
 def test_a_terminal_edits_a_line_and_ctrl_c_ends_an_answer_alone(tmp_path):
     run = chat_run(tmp_path / "run", block_size=4096)
     with in_a_terminal("chat", run, *GREEDY, 3000) as (process, screen):

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import io
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from jgpt import save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
-from jgpt.data.encode import tokenizer_from_json
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
@@ -219,16 +217,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
-    output = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
-    monkeypatch.setitem(COMMANDS, "new", lambda: print("naïve Ω"))
-    main(["new"])
-
-    assert output.getvalue() == b"na?ve ?\n"
-
-
-@pytest.mark.parametrize("failure", [RuntimeError("no backend 'cuda'"), AssertionError()])
+@pytest.mark.parametrize("failure", [AssertionError()])
 @pytest.mark.parametrize(
     "line",
     [
@@ -255,15 +244,6 @@ def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
         "model or text"
     )
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_command_to_copy_is_quoted(text_file, tmp_path):
-    out = tmp_path / "with space"
-    how = ("--tokenizer", "bpe", "--bpe-vocab-size", 261)
-    said = worked("prepare", text_file, "--out", out, *how)
-
-    assert re.fullmatch(rf".* tokens in .*; next: jgpt train --data '{out}'\n", said)  # one line
-    assert tokenizer_from_json((out / "tokenizer.json").read_text()).vocab_size == 261
 
 
 def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
@@ -361,15 +341,6 @@ def test_sample_continues_several_prompts_side_by_side_up_to_a_stop_string(run):
     stop = so[10:13]
     said = worked("sample", run, *GREEDY, "So long", "--stop", "no such text", "--stop", stop)
     assert said == so[: so.index(stop, 7)] + "\n"
-
-
-@pytest.mark.slow
-def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
-    monkeypatch.setattr("jgpt.cli.commands.sample.BATCH_SIZE", 2)
-    said = worked("sample", run, *SAMPLE, "the", "--num-samples", 3)
-    texts = said.removesuffix("\n").split("\n---------------\n")
-    assert all(text.startswith("the") and len(text) == 15 for text in texts)
-    assert len(set(texts)) == len(texts) == 3
 
 
 def test_control_characters_are_shown_as_pictures(tmp_path):

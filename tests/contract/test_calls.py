@@ -1,7 +1,6 @@
 """What holds from call to call: nothing said of one counts for the next, and scopes end."""
 
 import inspect
-import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,37 +61,6 @@ def test_a_rejected_call_leaves_the_sizes_of_the_one_around_it():
     assert check(jnp.ones(5), SIZED).shape == (5,)  # out here no call decides it
 
 
-def test_each_thread_has_its_own_sizes():
-    met = threading.Barrier(2, timeout=20)
-
-    @typed
-    def waiting(x: Float[Array, "size"]) -> Float[Array, "size"]:
-        met.wait()
-        return x
-
-    results = []
-    threads = [
-        threading.Thread(target=lambda size=size: results.append(waiting(jnp.ones(size)).shape))
-        for size in (3, 4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert sorted(results) == [(3,), (4,)]
-
-
-def test_a_default_is_checked_too():
-    @typed
-    def scaled(x: Float[Array, "size"], factor: float = "2") -> Float[Array, "size"]:  # type: ignore[assignment]
-        return x * factor
-
-    assert scaled(jnp.ones(3), 2).shape == (3,)
-    with pytest.raises(TypeCheckError, match="got a wrong argument `factor`"):
-        scaled(jnp.ones(3))
-
-
 def test_all_of_many_arguments_are_checked():
     @typed
     def total(*parts: Float[Array, "size"], **named: Float[Array, "size"]) -> Float[Array, "size"]:
@@ -140,23 +108,3 @@ def test_arguments_are_bound_as_python_binds_them(function, args, kwargs):
         assert typed(function)(*args, **kwargs) == expected
     assert tuple(heard[0].values()) == expected
     assert list(heard[0]) == list(inspect.signature(function).parameters)
-
-
-def test_an_exception_keeps_its_type_and_place_and_gets_no_note():
-    @typed
-    def broken(x: Float[Array, "size"]) -> Float[Array, "size"]:
-        raise TypeError("the body's own")
-
-    @typed
-    def outer(x: Float[Array, "size"]) -> Float[Array, "size"]:
-        return broken(x)
-
-    with pytest.raises(TypeError, match=r"^the body's own$") as caught:
-        outer(jnp.ones(3))
-    assert caught.type is TypeError
-    assert not hasattr(caught.value, "__notes__")
-    assert caught.traceback[-1].name == "broken"
-    assert [entry.name for entry in caught.traceback if entry.name in ("outer", "broken")] == [
-        "outer",
-        "broken",
-    ]

@@ -156,25 +156,6 @@ def test_tokens_that_no_run_has_opened_for_a_month_are_deleted_unless_they_are_l
     assert not list(cache.glob("*.lock"))
 
 
-def test_without_a_cache_that_can_be_written_the_tokens_end_with_the_process(text, tmp_path):
-    """As in a container whose home is read-only."""
-    place = tmp_path / "file"
-    place.write_text("")
-    code = f"""
-import platformdirs
-platformdirs.user_cache_dir = lambda *_: {str(place / "cache")!r}
-from jgpt import DataConfig
-from jgpt.data.dataset import load_dataset
-dataset = load_dataset(DataConfig(({str(text)!r},)), 8)
-print(len(dataset.train), dataset.train.filename)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    count, file = done.stdout.split()
-
-    assert int(count) > 50_000
-    assert not Path(file).parents[1].exists()
-
-
 def test_a_full_disk_is_named_with_the_folder_and_leaves_nothing(text, user_cache, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -273,13 +254,6 @@ def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch,
     assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
 
 
-def test_an_unknown_character_is_named_with_its_place_in_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared_module, "PIECE", 7)
-    path = write(tmp_path, "a.txt", "abc\n" * 9 + "abd\n")
-    with pytest.raises(ValueError, match="unknown character 'd' at position 38"):
-        load_dataset(DataConfig((path,)), 1, tokenizer=CharTokenizer("\nabc"))
-
-
 @pytest.mark.parametrize("size", [17, 1 << 14])
 def test_byte_pairs_are_learned_from_short_parts(tmp_path, monkeypatch, size):
     """The library reads 256 parts ahead: of a megabyte each, they would take gigabytes."""
@@ -341,11 +315,3 @@ def test_a_longer_text_takes_no_more_memory(tmp_path, kind):
     short, long = map(int, done.stdout.split())
 
     assert long < short + 8_000_000
-
-
-def test_the_narrowest_type_holds_the_tokens(tmp_path):
-    for count, dtype in ((256, "uint8"), (257, "uint16"), (65_537, "uint32")):
-        characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
-        dataset = load_dataset(DataConfig((write(tmp_path, "a.txt", characters),)), 1)
-        assert dataset.train.dtype == dtype
-        assert [*dataset.train, *dataset.validation] == list(range(count))

@@ -6,9 +6,8 @@ import importlib
 import json
 
 import pytest
-import tokenizers
 
-from jgpt import BPETokenizer, DataConfig
+from jgpt import DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
 from tests.data.files import chunks_of, read_text, write
@@ -185,19 +184,3 @@ def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_d
     assert mapped.digest == dataset.digest
     # a newline where the tokenizer has no end of text
     assert characters.tokenizer.decode(characters.train[:13]) == "To be\nor not\n"
-
-
-def test_the_end_of_text_may_be_token_0(tmp_path):
-    """As it is SmolLM2's."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    end = "<|endoftext|>"
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(special_tokens=[end], initial_alphabet=[*"Tobent"])
-    backend.train_from_iterator([], trainer)
-    tokenizer = BPETokenizer(backend)
-    assert tokenizer.end_of_text == 0
-    path = write(tmp_path, "a.jsonl", lines({"text": "Tobe"}, {"text": "not"}) * 9)
-
-    dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
-
-    assert tokenizer.decode(dataset.train[:9]) == "Tobe<|endoftext|>not<|endoftext|>"

@@ -19,7 +19,6 @@ from jgpt import DataConfig, files
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
-from tests.commands import files_of_at_most, refused
 from tests.disk import Disk
 
 CODE = """
@@ -272,16 +271,6 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
 
     assert failures > 15
     assert tokens_in(out) == WORDS.encode()
-
-
-def test_a_full_disk_is_one_line(tmp_path):
-    (tmp_path / "text.txt").write_text("word " * 100_000)
-    out = tmp_path / "out"
-    with files_of_at_most(100_000):
-        line = refused("prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", out)
-
-    assert line == f"jgpt: {out} can't be written: File too large"
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_pipe_is_prepared(tmp_path):

@@ -1,7 +1,6 @@
 """Text is found, downloaded whole or not at all, and read strictly."""
 
 import io
-import os
 import re
 import shutil
 import socket
@@ -9,22 +8,14 @@ import threading
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jgpt import BPETokenizer
 from jgpt.data import sources
-from jgpt.data.sources import find_files, python_reference, read_stream, shakespeare_file
+from jgpt.data.sources import read_stream, shakespeare_file
 from tests.data.files import chunks_of, read_text, write
-
-
-def test_the_built_in_corpus_is_the_language_reference():
-    text = read_text(["pydocs"])
-    assert text == python_reference()
-    assert 300_000 < len(text) < 800_000
-    assert 'The "assert" statement' in text
 
 
 def test_tiny_shakespeare_is_found_in_the_data_directory(
@@ -182,19 +173,3 @@ def test_byte_pairs_do_not_see_the_seams(byte_pairs, tmp_path_factory, text, chu
     pieces = [byte_pairs.encode(chunk).tolist() for chunk in chunks_of([path], chunk_size)]
 
     assert list(chain.from_iterable(pieces)) == byte_pairs.encode(read).tolist()
-
-
-def test_what_is_no_text_is_named_with_the_command_that_reads_it(tmp_path):
-    np.save(tmp_path / "notes.npy", np.arange(9))
-    np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    for path in (tmp_path / "notes.npy", tmp_path / "train.bin", tmp_path):
-        message = f"{path} has tokens, not text: jgpt prepare {path} `out=DIR` makes a folder"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            find_files([str(path)])
-    os.mkfifo(tmp_path / "pipe")
-    for word in ("-", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match="is a pipe, which can be read only once: jgpt prep"):
-            find_files([word])
-    packed = write(tmp_path, "a.txt.zst", b"x")
-    with pytest.raises(ValueError, match=re.escape(f"`zstd -d {packed}` unpacks it")):
-        read_text([packed])

@@ -10,12 +10,10 @@ import tokenizers as tk
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import encode_each
-from jgpt.generation.chat import END, START, Chat
 from jgpt.interop.text_files import read_folder_tokenizer
-from tests.generation.test_chat import Model
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
-BOS = {"llama2": "<s>", "llama2_first": "<s>", "llama3": "<|begin_of_text|>"}
+BOS = {"llama2": "<s>", "llama3": "<|begin_of_text|>"}
 
 
 def trained(backend: Any, **options: Any) -> Any:
@@ -50,16 +48,6 @@ def llama2() -> Any:
     return with_template(tk.Tokenizer.from_str(json.dumps(values)), begin="<s>")
 
 
-def llama2_first() -> Any:
-    """Metaspace as newer conversions have it."""
-    backend = tk.Tokenizer(tk.models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer = tk.pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    backend.decoder = tk.decoders.Metaspace(prepend_scheme="first")
-    backend = trained(backend, special_tokens=["<unk>", "<s>", "</s>"])
-    backend.pre_tokenizer = tk.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return with_template(backend, begin="<s>")
-
-
 def llama3() -> Any:
     """Byte-level pairs, and a sequence of post-processors."""
     backend = tk.Tokenizer(tk.models.BPE())
@@ -74,7 +62,7 @@ def llama3() -> Any:
     return with_template(backend, trim, begin="<|begin_of_text|>")
 
 
-BACKENDS = {"llama2": llama2, "llama2_first": llama2_first, "llama3": llama3}
+BACKENDS = {"llama2": llama2, "llama3": llama3}
 TEXTS = ["hello world", "", " hello\n\nword", "the 12345 wörld 你好", "a" * 70_000]
 
 
@@ -136,24 +124,6 @@ def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
     assert tokens[: len(first_document) + 1] == [*first_document, begin]
 
 
-@pytest.mark.parametrize("content", ["éé", "<é>", "café", "ÿ¡", "naïve token", "<ascii>", "你"])
-def test_an_added_token_is_decoded_as_its_text(content):
-    """The byte-level alphabet has letters such as é, which stand for bytes; here they do not."""
-    tokenizer = BPETokenizer.train([TEXT], 280)
-    values = json.loads(tokenizer.to_json())["tokenizer"]
-    added_token = tokenizer.vocab_size
-    added = {"id": added_token, **token_fields(content), "special": False}
-    values["added_tokens"] = [added]
-    tokenizer = BPETokenizer.from_hf(values)
-    text = f"hello é{content} {content}{content}\nwörld"
-
-    tokens = tokenizer.encode(text)
-
-    assert added_token in tokens
-    assert tokenizer.vocab_size == added_token + 1
-    assert tokenizer.decode(tokens) == text
-
-
 def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]) -> Any:
     backend = tk.Tokenizer.from_str(backend.to_str())
     normalized = fields.get("normalized", False)
@@ -162,51 +132,18 @@ def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]
     return backend
 
 
-def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("jinja2")  # with which transformers writes a template
-    backend = with_tokens(backend, (START, END), {})
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    theirs.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
-    messages = [
-        {"role": "system", "content": " hello \n"},
-        {"role": "user", "content": "\n\nthe world\u3000"},
-        {"role": "assistant", "content": "wörld\x1c\t"},
-        {"role": "user", "content": "12345 "},
-    ]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-    class LongModel(Model):
-        block_size = 500
-
-    chat = Chat(LongModel(), tokenizer, " hello \n")  # type: ignore[arg-type]
-    turns = [chat._pieces(message["role"], message["content"]) for message in messages]
-
-    assert chat._tokens(turns) == expected
-    assert expected.count(backend.token_to_id(START)) == 5
-
-
 def token_fields(content: str, **changed: bool) -> dict[str, Any]:
     fields = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"content": content, "special": True, **fields, **changed}
 
 
 FOLDERS = {
-    "a name changes nothing": {"tokenizer_config.json": {"eos_token": "<A>"}},
     "a token in the config does": {
         "tokenizer_config.json": {
             "eos_token": "<A>",
             "added_tokens_decoder": {"300": token_fields("<A>", lstrip=True)},
         }
-    },
-    "the older file replaces names": {
-        "tokenizer_config.json": {"eos_token": "<B>", "pad_token": "<C>"},
-        "special_tokens_map.json": {"eos_token": token_fields("<D>", rstrip=True)},
-    },
+    }
 }
 """Files beside a tokenizer.json whose token <A> takes the spaces after it."""
 

@@ -8,10 +8,8 @@ import pytest
 
 from jgpt import CharTokenizer, generate
 from jgpt.generation import decoding
-from jgpt.generation.chat import Chat
 from jgpt.nn.loss import cross_entropy_from, token_losses_from
 from jgpt.page.numbers import Look
-from tests.generation.test_chat import chat_tokenizer
 from tests.models import normal, random_gpt
 
 
@@ -38,24 +36,6 @@ def test_the_cache_is_taken_over_and_not_copied(draws):
     model = random_gpt("nanogpt", num_layers=2)
     generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0))
     assert [call["donated"] for call in draws] == [[True] * 4]  # keys and values of two layers
-
-
-def test_each_answer_of_a_chat_has_a_key_of_its_own(draws):
-    tokenizer = chat_tokenizer()
-    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=64, num_layers=1)
-
-    def keys_of_two_answers(seed):
-        draws.clear()
-        chat = Chat(model, tokenizer, max_new_tokens=1, key=jax.random.key(seed))
-        for _ in range(2):
-            list(chat.reply("it")[1])
-        return [call["key"] for call in draws]
-
-    first, second = keys_of_two_answers(3)
-
-    assert first != second
-    assert keys_of_two_answers(3) == [first, second]
-    assert first not in keys_of_two_answers(4)
 
 
 def test_a_page_compiles_once_for_all_short_texts():

@@ -1,7 +1,6 @@
 """Document masks: several documents in one window, each as if it were alone."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import MultiHeadAttention, attend, attention_weights
+from jgpt import MultiHeadAttention, attend
 from jgpt.nn.attention import document_mask, positions_in_documents
 from tests.models import compiled, config_of, normal, random_gpt, tokens_of
 from tests.quick import only
@@ -37,15 +36,6 @@ def test_a_mask_may_have_any_leading_axes():
     # the control: the first mask alone gives something else
     with_first_mask = attend(query, key, value, masks[0, 0])
     assert not np.allclose(found, with_first_mask, rtol=1e-3)
-
-
-def test_a_mask_of_another_batch_is_refused():
-    query = normal(0, 3, 2, 5, 7)
-    key = normal(1, 3, 2, 5, 7)
-    masks = jnp.ones((2, 1, 5, 5), bool)
-
-    with pytest.raises((TypeError, ValueError)):
-        attention_weights(query, key, masks)
 
 
 @pytest.mark.parametrize("leading", [(4, 1), (1, 3, 1), (2,)])
@@ -145,27 +135,6 @@ def test_attention_takes_a_mask_beside_its_causal_one():
     alone = attention(x.reshape(12, 1, -1))
     np.testing.assert_allclose(with_itself, alone.reshape(x.shape), rtol=1e-5, atol=1e-6)
     assert not np.allclose(with_itself, without, rtol=1e-3)
-
-
-def test_without_documents_a_block_of_one_s_own_needs_no_mask():
-    """And the program is the same as with a block that takes one."""
-    plain = random_gpt("gpt2")
-
-    class Plain(nnx.Module):
-        def __init__(self, block):
-            self.block = block
-
-        def __call__(self, x, *, cache=None, rngs=None):
-            return self.block(x, cache=cache, rngs=rngs)
-
-    own: Any = random_gpt("gpt2")
-    own.blocks = nnx.List(Plain(block) for block in own.blocks)
-    tokens = tokens_of(1, batch=1)
-    documents = jnp.zeros(tokens.shape, jnp.int32)
-
-    np.testing.assert_array_equal(own(tokens), plain(tokens))
-    with pytest.raises(TypeError, match="mask"):
-        own.hidden(tokens, documents=documents)
 
 
 def test_dropout_of_attention_leaves_documents_apart():

@@ -48,15 +48,6 @@ def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     assert abs(y.mean() - 2.0) < 4 * deviation_of_mean
 
 
-def test_nothing_is_dropped_half():
-    """With a cache a block can't, so the embedding must not either."""
-    model = small_gpt(num_layers=1, dropout=RATE)
-    cache = model.empty_cache(1)
-
-    with pytest.raises(ValueError, match="a KV cache needs causal self-attention without dropout"):
-        model(FIVE_TOKENS, cache=cache, rngs=rngs(1))
-
-
 MODULES = [
     jgpt.Head(6, 5, dropout=RATE, window=3, rngs=nnx.Rngs(0)),
     jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import Head
 from jgpt.nn import kernels
 from jgpt.nn.attention import attend
 from jgpt.nn.cache import LayerCache
@@ -33,15 +32,6 @@ def empty_cache(module, batch=BATCH, capacity=PLACES, dtype="float32"):
 
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_rotary_heads_have_an_even_size():
-    def call_odd_head():
-        head = Head(EMBED_DIM, 5, rotary=True, rngs=nnx.Rngs(0))
-        return head(X)
-
-    with pytest.raises(ValueError, match="`head_dim=5` must be even"):
-        nnx.eval_shape(call_odd_head)
 
 
 @pytest.mark.parametrize(

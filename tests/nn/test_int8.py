@@ -9,7 +9,7 @@ from flax import nnx
 from jgpt import generate
 from jgpt.nn.int8 import Int8Linear, quantise, with_int8_weights
 from jgpt.nn.layers import Linear
-from tests.models import SIZES, compiled, equations, normal, random_gpt, random_model
+from tests.models import SIZES, compiled, equations, normal, random_gpt
 from tests.quick import only
 
 PROMPT = jnp.array([[3, 1, 4], [1, 5, 9]])
@@ -119,11 +119,3 @@ def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
     likeliest = found[:, -1].argmax(-1)
     drawn = generate(quantised, PROMPT, 1, key=jax.random.key(3), temperature=0.0)
     assert drawn[:, -1].tolist() == likeliest.tolist()
-
-
-def test_a_bigram_has_nothing_to_quantise():
-    bigram = random_model("bigram")
-    message = "^a BigramLM has no linear layers to quantise: only a GPT can be in int8$"
-
-    with pytest.raises(ValueError, match=message):
-        with_int8_weights(bigram)

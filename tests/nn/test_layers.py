@@ -1,42 +1,12 @@
 """Projections and norms by hand, and how wide they compute."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jgpt.nn.layers import LayerNorm, RMSNorm, rms_norm
-from jgpt.nn.products import project, project_to_vocabulary
-from tests.models import equations
-
-
-@pytest.mark.parametrize(
-    ("rows", "features", "multiplied"),
-    [
-        ((129,), 65, 65),
-        ((129,), 1024, 1024),
-        ((129,), 1030, 1152),
-        ((128,), 1030, 1030),
-        # of a batch, the rows are those of all its sequences
-        ((3, 43), 1030, 1152),
-        ((2, 64), 1030, 1030),
-    ],
-)
-def test_only_many_rows_and_features_are_padded(rows, features, multiplied):
-    """And none in the products of a decode step, whose copy would take longer than they do."""
-    kernel = jnp.ones((3, features))
-    x = jnp.ones((*rows, 3))
-
-    def logits(x):
-        return project_to_vocabulary(x, kernel, jnp.float32)
-
-    jaxpr = jax.make_jaxpr(logits)(x)
-
-    (product,) = equations(jaxpr, "dot_general")
-    assert product.outvars[0].aval.shape == (math.prod(rows), multiplied)
-    assert jaxpr.out_avals[0].shape == (*rows, features)
+from jgpt.nn.products import project
 
 
 @pytest.mark.parametrize("activation", [None, "float32", "bfloat16"])

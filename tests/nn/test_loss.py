@@ -99,26 +99,6 @@ def test_in_chunks_the_loss_and_its_gradients_are_the_same(at_once):
     np.testing.assert_allclose(results["chunked losses"], results["losses"], rtol=1e-5)
 
 
-def test_in_chunks_the_logits_are_never_held_together():
-    """Features and logits of sizes that tell them apart in the compiler's sum."""
-    x, targets, kernel, _ = features(time=64, embed_dim=8, vocab=4096, batch=4)
-    positions = 4 * 64
-    logits_bytes = positions * 4096 * 4
-
-    def temporary_bytes(at_once):
-        def loss(x, kernel):
-            return cross_entropy_from(x, targets, lambda x: x @ kernel, at_once)
-
-        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        program = step.lower(x, kernel).compile()
-        analysis = program.memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    assert temporary_bytes(positions) > logits_bytes
-    assert temporary_bytes(16) < logits_bytes / 4
-
-
 # --- tokens and targets outside the vocabulary ---------------------------------------------------
 
 TOKENS = SIZES["vocab_size"]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import GPT, BigramLM, Block, cross_entropy, preset
-from jgpt.nn.cache import LayerCache
+from jgpt import GPT, BigramLM, cross_entropy, preset
 from tests.models import (
     SIZES,
     TRANSFORMERS,
@@ -99,50 +98,7 @@ def test_longer_inputs_than_the_block_are_rejected(family):
         model(tokens)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_block_of_one_s_own_is_the_one_that_runs(remat):
-    class Nothing(Block):
-        def __call__(self, x, *, rngs=None):  # type: ignore[override]  # it never decodes
-            return x
-
-    model = random_gpt("gpt2", remat=remat)
-    nothing = Nothing(model.config, rngs=nnx.Rngs(0))
-    again = Nothing(model.config, rngs=nnx.Rngs(0))
-    blocks: list[Block] = [nothing, again]
-    model.blocks = nnx.List(blocks)
-    tokens = jnp.arange(BLOCK_SIZE)[None]
-
-    def with_and_without_blocks(tokens):
-        x = model.embed(tokens)
-        without = model.logits(model.final_norm(x))
-        return model(tokens), without
-
-    found, expected = compiled(with_and_without_blocks, tokens)
-
-    np.testing.assert_array_equal(found, expected)
-
-
 # --- scan over the blocks ------------------------------------------------------------------------
-
-
-def test_a_scan_decodes_as_a_loop_does():
-    model = random_gpt("modern", scan_layers=True)
-    tokens = tokens_of(1)
-    cache = model.empty_cache(2)
-
-    @nnx.jit
-    def read(model, cache, tokens):
-        return model(tokens, cache=cache)
-
-    logits = []
-    for time in range(tokens.shape[1]):
-        token = tokens[:, time : time + 1]
-        logits.append(read(model, cache, token))
-
-    found = np.concatenate(logits, axis=1)
-    expected = compiled(model, tokens)
-    tolerance = 1e-5 * float(abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("between", only(["bfloat16"], ["float32", "bfloat16"]))
@@ -274,19 +230,6 @@ def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached
         model(tokens[:, cached : cached + time], cache=cache)
 
     np.testing.assert_allclose(last, expected[:, -2:], rtol=1e-3, atol=1e-3)
-
-
-def test_heads_over_a_full_cache_take_one_position_at_a_time():
-    """Each replaces the oldest one, which several would do before they have read it."""
-    cache = LayerCache(2, 5, 3, 7)
-    keys = normal(1, 2, 3, 6, 7)
-    cache.append(keys[:, :, :5], keys[:, :, :5])
-
-    with pytest.raises(ValueError, match="2 positions don't fit"):
-        cache.append(keys[:, :, :2], keys[:, :, :2])
-    cache.append(keys[:, :, 5:], keys[:, :, 5:])
-
-    np.testing.assert_array_equal(cache.keys[:, 0], keys[:, :, 5].reshape(6, 7))
 
 
 def test_a_scan_needs_blocks_that_are_alike():

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,12 +51,6 @@ def open_page(page: Page, path: Any, *how: Any) -> None:
     page.errors.clear()
     page.open(path, *how)
     page.run(STARTED)
-
-
-def turn(page: Page, dial: str, value: float) -> None:
-    """Change a dial as a reader does."""
-    page.run(f"$('{dial}').value = {value}; $('{dial}').dispatchEvent(new Event('input'))")
-    assert page.run(f"$('{dial}').nextElementSibling.textContent") == f"{value:g}"
 
 
 def test_three_questions_are_answered_by_clicking(opened, look):
@@ -110,31 +103,6 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 
 def mean_loss(data):
     return -np.mean(data["next_log_probabilities"][-1])
-
-
-def test_dials_shape_the_distribution_as_sampling_does(opened, look):
-    dials = {"temperature": 0.5, "top-k": 5, "top-p": 0.9, "min-p": 0.05}
-    tokens = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
-    logits = np.asarray(look.model(tokens)[0, -1])
-    order = np.argsort(-logits, kind="stable")
-    scaled = logits[order] / 0.5
-    p = np.exp(scaled - scaled.max())
-    p[5:] = 0
-    mass_before = (np.cumsum(p) - p) / p.sum()
-    p[mass_before >= 0.9] = 0
-    p[p < 0.05] = 0  # the likeliest has 1
-    expected = (p / p.sum())[p > 0]
-
-    for dial, value in dials.items():
-        turn(opened, dial, value)
-    found = opened.run("distribution(layers, time - 1).map(each => each.probability)")
-
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-    assert opened.run("distribution(layers, time - 1)[0].token") == order[0]
-    assert opened.run("document.querySelectorAll('#bars .bar').length") == len(expected)
-
-    turn(opened, "temperature", 0)
-    assert opened.run("distribution(layers, time - 1).map(each => each.probability)") == [1]
 
 
 @pytest.mark.slow

@@ -129,20 +129,6 @@ def test_the_record_is_that_of_python(name):
 
 
 @needs_javascript
-def test_a_block_of_one_token_has_its_arrays():
-    look = Look(random_model("gpt2", block_size=1), TOKENIZER, "short")
-    request = {"tokens": [4]}
-
-    record, too_long = run_model(
-        page_model(look), look.named_weights(), [request, {"tokens": [4, 5]}]
-    )
-
-    assert_same_record(record, record_of(look, [4]))
-    assert len(record["arrays"]) > 10
-    assert too_long == {"error": "the prompt has 2 tokens, more than the block of 1"}
-
-
-@needs_javascript
 def test_a_request_that_can_t_be_computed_says_why():
     patch = {"layer": 0, "position": 2, "tokens": [1, 2]}
 
@@ -224,26 +210,6 @@ def test_filters_leave_out_what_they_leave_out_in_python(filters):
     batch = jnp.asarray(prompt)[None]
     tokens = generate(look.model, batch, 7, key=key, temperature=1.3, **filters)
     assert found == np.asarray(tokens)[0, 4:].tolist()
-
-
-@needs_javascript
-def test_writing_on_with_the_cache_draws_the_tokens_of_whole_passes():
-    """A factor of 1.000001 is a change, so that the text is read again for each token."""
-    prompt = list(TOKENS[:4])
-    request = {"tokens": prompt, "count": 7, "temperature": 0.8, "seed": 5}
-    unchanged = {"heads": [[0, 1, 1.0]]}
-    nearly = {"heads": [[0, 1, 1.0 + 1e-6]]}
-    changed = {"heads": [[0, 0, 0.0], [0, 1, 0.0], [1, 0, 0.0], [1, 1, 0.0]]}
-
-    cached, whole, other = records_of(
-        "default preset",
-        request | {"changes": unchanged},
-        request | {"changes": nearly},
-        request | {"changes": changed},
-    )
-
-    assert cached == whole
-    assert other != whole
 
 
 @needs_javascript

@@ -54,23 +54,6 @@ def test_a_page_begins_with_a_line_of_the_validation_split(run, tmp_path):
     assert json.loads(re.findall(r'"text":("[^"]*")', page)[0]) == text
 
 
-@pytest.mark.slow
-def test_a_text_that_has_changed_or_is_large_or_gone_is_not_read(run, monkeypatch):
-    directory, file = run
-    _, tokenizer, config = jgpt.load(directory)
-    assert (
-        opening_text(directory, config, tokenizer, config.model.block_size) is not None
-    )  # the control
-    monkeypatch.setattr("jgpt.page.opening.MOST_BYTES", len(TEXT) - 1)
-    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
-    monkeypatch.undo()
-    file.write_text(TEXT[::-1])
-    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
-    file.unlink()
-    assert opening_text(directory, config, tokenizer, config.model.block_size) is None
-    file.write_text(TEXT)
-
-
 def test_a_beginning_ends_at_a_whole_character_and_fits():
     tokenizer = jgpt.ByteTokenizer()
     text = "\u0441\u044a\u0435\u0448\u044c"  # two bytes each

@@ -5,13 +5,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jgpt.generation.decoding import generate
-from jgpt.page import model, numbers
 from jgpt.page.html import model_page
 from jgpt.page.numbers import Look
 from tests.browser import CHROMIUM, Page, shared_browser
@@ -101,7 +96,7 @@ def records_of(page: Page, look: Look) -> list[tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["default preset", "one's own", "qwen3", "bigram"])
+@pytest.mark.parametrize("name", ["default preset", "qwen3"])
 def test_what_is_typed_and_changed_is_computed_in_the_page(name, request, tmp_path):
     look = look_of(name)
     if name == "default preset":
@@ -178,39 +173,6 @@ def test_what_can_t_be_computed_is_said_and_loses_nothing(default_page, tmp_path
         assert page.errors == []
 
 
-@pytest.mark.slow
-def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_page, tmp_path):
-    look = look_of("default preset")
-    with opened(tmp_path / "page.html", default_page) as page:
-        changed(page, prompt="ips")
-        shown = page.run("""(async () => {
-            crypto.getRandomValues = array => array.fill(7);
-            $("temperature").value = .9;
-            const lengths = new Set();
-            const hear = worker.onmessage;
-            worker.onmessage = message => {
-                hear(message);
-                if (message.data.token !== undefined) showWritten();
-                lengths.add($("prompt").value.length);
-            };
-            await writeOnInWorker();
-            return [...lengths];
-        })()""")
-        found = json.loads(page.run(RECORD))
-        text = page.run("$('prompt').value")
-        sentence = said(page, "said")
-
-    prompt = TOKENIZER.encode("ips")
-    count = look.model.block_size - len(prompt)
-    key = jax.random.key(7)
-    drawn = generate(look.model, jnp.asarray(prompt)[None], count, key=key, temperature=0.9)
-    assert found["tokens"] == np.asarray(drawn)[0].tolist()
-    assert text == found["text"] == TOKENIZER.decode(found["tokens"])
-    assert shown == list(range(4, 4 + count))  # each as it comes
-    assert sentence.startswith(f"{count} tokens, ")
-    assert sentence.endswith(" a second, with seed 7. The text is now as long as a page shows")
-
-
 LINK = "(putInAddress(), location.href)"
 """The link to a page as it is, for which a reader waits a moment."""
 
@@ -272,17 +234,3 @@ def test_a_page_that_can_not_compute_says_why(right, wrong, reason, default_page
     assert sentence.startswith("This page can't compute: ")
     assert reason in sentence
     assert not can_type
-
-
-def test_a_large_vocabulary_leaves_room_for_fewer_tokens(monkeypatch):
-    look = look_of("gpt2")
-    logits_of_a_token = 3 * 17  # the embeddings and two blocks
-    monkeypatch.setattr(numbers, "MOST_LOGITS", 9 * logits_of_a_token)
-    for module in (numbers, model):
-        monkeypatch.setattr(module, "SHORTEST", 2)
-
-    assert look.most_tokens() == 8
-    assert model.program_lengths(look) == [2, 4, 8]
-    reason = "the prompt has 9 tokens, and a page of this model has room for 8"
-    with pytest.raises(ValueError, match=reason):
-        page_of(look, "ipsbestca")

@@ -13,42 +13,16 @@ from jaxtyping import Array, Float, Int
 from jgpt import CharTokenizer, typed
 from jgpt.page.model import forward_program, gradient_program
 from jgpt.page.numbers import Look
-from jgpt.page.program import DEFINITIONS, Uncomputable, make_program
+from jgpt.page.program import Uncomputable, make_program
 from tests.javascript import Call, needs_javascript, run_programs
 from tests.models import random_model
-from tests.quick import only
 from tests.runs.test_plots import CONFIGS
 
 TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
 TOKENS: tuple[int, ...] = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
-def names_of(program: Any) -> list[str]:
-    return [name for name, _, _, _ in program.operations]
-
-
 # --- flattening -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "coefficients", "expected"),
-    [
-        ("log2", (), np.log2),
-        ("one_minus_square", (), lambda x: 1 - x**2),
-        ("polynomial", (5.0, -3.0, 2.0), lambda x: 5 - 3 * x + 2 * x**2),
-    ],
-)
-def test_a_primitive_of_a_newer_jax_is_made_of_others(name, coefficients, expected):
-    x = np.array([0.25, 0.9999, 1.0, 3.0, 1e-20], np.float32)
-
-    found = DEFINITIONS[name](x, *map(np.float32, coefficients))
-
-    np.testing.assert_allclose(found, expected(x.astype(np.float64)), rtol=1e-6)
-    if hasattr(jax.lax, name):  # then a program has it
-        primitive = getattr(jax.lax, name)
-        arguments = (coefficients,) if coefficients else ()
-        program = make_program(lambda x: primitive(x, *arguments), x)
-        assert name not in names_of(program)
 
 
 def transformed(x):
@@ -168,116 +142,6 @@ def model_named(name: str) -> Any:
     return random_model("nanogpt", **vars(CONFIGS[name]))
 
 
-MODELS = [*CONFIGS, "llama", "scanned", "bigram", "one's own"]
-QUICK = ["default preset", "one's own"]
-
-
 @functools.cache
 def look_of(name: str) -> Look:
     return Look(model_named(name), TOKENIZER, name)
-
-
-def inputs_of(look: Look) -> dict[str, Any]:
-    """Inputs with changes of every kind."""
-    inputs = look.neutral_inputs(look.model.block_size)
-    tokens = TOKENS[: look.model.block_size]  # a bigram model's block has one token
-    inputs["tokens"][0, : len(tokens)] = tokens
-    random = np.random.default_rng(1)
-    if inputs["heads"].size:
-        inputs["heads"][-1, -1] = 0.5
-    if len(inputs["blocks"]):
-        inputs["blocks"][0] = 0.75
-        inputs["replaced"][0, 2] = True
-        inputs["streams"] = random.normal(size=inputs["streams"].shape).astype(np.float32)
-    return inputs
-
-
-def assert_equal_results(found: dict[str, Any], wanted: list[Any], relative: float) -> None:
-    """Integers are equal, and numbers are within a part of the largest of their array."""
-    for (path, values), expected in zip(found.items(), wanted, strict=True):
-        expected = np.asarray(expected)
-        if np.issubdtype(expected.dtype, np.integer):
-            np.testing.assert_array_equal(values, expected, err_msg=path)
-            continue
-        expected = expected.astype(np.float32)
-        tolerance = relative * max(1.0, abs(expected).max(initial=0))
-        np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, err_msg=path)
-
-
-@needs_javascript
-@pytest.mark.parametrize("name", only(QUICK, MODELS))
-def test_the_program_of_a_page_computes_what_jax_computes(name):
-    look = look_of(name)
-    inputs = inputs_of(look)
-    arguments = (look.weights, inputs)
-    program = forward_program(look, look.model.block_size)
-
-    (found,) = run_programs([Call(program, arguments, fixed=["0/"])])
-
-    wanted = jax.tree.leaves(jax.jit(look.forward)(*arguments))
-    assert_equal_results(found, wanted, 1e-5)
-
-
-def loss_of(logits):
-    """The mean of minus the log probability of each token after the first."""
-    log_probabilities = jax.nn.log_softmax(logits[0, : len(TOKENS) - 1])
-    following = jnp.asarray(TOKENS[1:])
-    chosen = jnp.take_along_axis(log_probabilities, following[:, None], axis=-1)
-    return -chosen.mean()
-
-
-@functools.cache
-def gradients_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs of a text, and what the page's program of gradients makes of it."""
-    look = look_of(name)
-    inputs = look.neutral_inputs(look.model.block_size)
-    inputs["tokens"][0, : len(TOKENS)] = TOKENS
-    predictions = len(TOKENS) - 1
-    shares = np.zeros(look.model.block_size - 1, np.float32)
-    shares[:predictions] = 1 / predictions
-    program = gradient_program(look, look.model.block_size)
-    (found,) = run_programs([Call(program, (look.weights, inputs, shares), fixed=["0/"])])
-    return inputs, found
-
-
-@needs_javascript
-@pytest.mark.parametrize("name", only(["one's own"], ["default preset", "qwen3", "one's own"]))
-def test_the_gradient_for_the_logits_is_that_of_the_loss(name):
-    look = look_of(name)
-
-    inputs, found = gradients_of(name)
-
-    logits = look.model(jnp.asarray(inputs["tokens"]))
-    expected = jax.grad(loss_of)(logits)
-    *_, last_array = [path for path in found if path != "loss"]
-    np.testing.assert_allclose(found["loss"], loss_of(logits), rtol=1e-5)
-    tolerance = 1e-5 * float(abs(expected).max())
-    np.testing.assert_allclose(found[last_array], expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.slow
-@needs_javascript
-@pytest.mark.parametrize("name", ["default preset", "qwen3"])
-def test_the_gradient_for_a_stream_is_that_of_a_patch(name):
-    """The stream after each block."""
-    look = look_of(name)
-    forward = jax.jit(look.forward)
-
-    inputs, found = gradients_of(name)
-
-    def loss_of_patched(streams):
-        replaced = np.ones_like(inputs["replaced"])
-        patched = forward(look.weights, inputs | {"replaced": replaced, "streams": streams})
-        return loss_of(patched["arrays"][-1])
-
-    streams = forward(look.weights, inputs)["streams"]
-    gradients = jax.jit(jax.grad(loss_of_patched))(streams)
-    expected = gradients[-1]
-    last_row = 0
-    for number, row in enumerate(look.rows(look.model.block_size)):
-        if row.text["path"] == look.anatomy.blocks[-1]:
-            last_row = number
-    stream_gradient = found[f"arrays/{last_row}"][0]
-    largest = float(abs(expected).max())
-    np.testing.assert_allclose(stream_gradient, expected, rtol=0, atol=1e-4 * largest)
-    assert largest > 1e-4

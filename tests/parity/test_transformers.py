@@ -47,27 +47,13 @@ BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 QWEN3 = {**LLAMA, **BASE, "head_dim": 10}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2, one head, squared relu": (
-        "GPT2",
-        {**GPT2, "n_head": 1, "n_layer": 1, "n_inner": 29, "activation_function": "relu2"},
-    ),
-    "gpt2, many heads, odd vocabulary, epsilon": (
-        "GPT2",
-        {
-            **GPT2,
-            **{"n_embd": 24, "n_head": 8, "n_layer": 3, "vocab_size": 1009, "n_positions": 37},
-            **{"activation_function": "gelu", "layer_norm_epsilon": 1e-3},
-        },
-    ),
     "gpt2, untied, relu": (
         "GPT2",
         {**GPT2, "tie_word_embeddings": False, "activation_function": "relu"},
     ),
     "llama": ("Llama", {**LLAMA, **BASE}),
-    "llama, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "llama, no groups": ("Llama", {**LLAMA, "num_key_value_heads": 6, "num_hidden_layers": 1}),
     "llama, wide heads": ("Llama", {**LLAMA, "head_dim": 14, "vocab_size": 1009}),
-    "llama, GELU": ("Llama", {**LLAMA, "hidden_act": "gelu"}),
     "qwen3": ("Qwen3", QWEN3),
     "qwen3, tied": ("Qwen3", {**QWEN3, "tie_word_embeddings": True}),
 }

@@ -83,29 +83,6 @@ def test_a_state_of_another_form_is_refused(folder, state, message, broken_reads
     assert "delete" not in str(error.value)
 
 
-class Named(nnx.Module):
-    """A module with a parameter of the name that `nnx.State` has for arrays."""
-
-    def __init__(self) -> None:
-        self.value = nnx.Param(jnp.arange(3.0))
-        self.inner = nnx.List([nnx.Param(jnp.ones(2))])
-
-
-def test_a_state_is_read_as_a_dict_and_a_dict_as_a_state(folder):
-    state = nnx.state(Named())
-    forms = [state, nnx.to_pure_dict(state)]
-    checkpoints = Checkpoints(folder, keep_last=9, keep_best=1, keep_every=None)
-    for step, saved in enumerate(forms, 5):
-        checkpoints.save(step, {"model": saved}, None)
-        checkpoints.wait()
-        for form in forms:
-            like = jax.eval_shape(lambda form=form: {"model": form})
-            _, found = load_checkpoint(folder, step, like)
-            assert jax.tree.structure(found["model"]) == jax.tree.structure(form)
-            assert [leaf.tolist() for leaf in jax.tree.leaves(found)] == [[1, 1], [0, 1, 2]]
-    checkpoints.close()
-
-
 BY_NAME = {fault.name: fault for fault in faults.FAULTS}
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src.lru_cache import LRUCache
 
 from jgpt.machine import enable_compilation_cache
 
@@ -44,26 +43,6 @@ def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(
     assert size == 2**30
     enable_compilation_cache()
     assert compilation_cache() == [folder, seconds, size]
-
-
-def test_programs_that_lack_the_time_of_their_use_are_compiled_and_stored_again(
-    compilation_cache, user_cache
-):
-    """JAX reads the times of all entries before it stores one."""
-    folder = user_cache / "compiled" / platform.node()
-    folder.mkdir(parents=True)
-    (folder / "cut-off-cache").write_bytes(b"prog")
-    (folder / "kept-cache").write_bytes(b"program")
-    (folder / "kept-atime").write_bytes(b"12345678")
-    jax.config.update("jax_compilation_cache_dir", None)
-    enable_compilation_cache()
-    cache = LRUCache(str(folder), max_size=1000)
-    cache.put("new", b"program")
-    assert cache.get("new") == b"program"
-    assert cache.get("cut-off") is None
-    cache.put("cut-off", b"program")
-    assert cache.get("cut-off") == b"program"
-    assert cache.get("kept") == b"program"
 
 
 def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tmp_path):

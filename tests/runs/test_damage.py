@@ -30,12 +30,6 @@ def test_a_fault_of_a_text_file_is_named(run, name, fault):
         load(run, which="last")
 
 
-def test_a_lost_tokenizer_is_named_with_a_way_back(run):
-    (run / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing.*copy it"):
-        load(run)
-
-
 def test_a_damaged_checkpoint_can_be_deleted_to_go_on_from_the_one_before(copy, run, trained):
     """As the message says."""
     files = [path for path in (run / "checkpoints" / "11").rglob("*") if path.is_file()]

@@ -131,18 +131,6 @@ def test_another_text_is_read_as_the_run_s_was(copy, tmp_path):
     assert evaluate(copy.out, data=str(other), data_field="text").tokens == 2
 
 
-def test_another_text_that_can_t_be_evaluated_is_named(trained, tmp_path):
-    def refused(text, match, **options):
-        other = tmp_path / "other.txt"
-        other.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=match) as error:
-            evaluate(trained.path, data=(str(other),), **options)
-        assert "\n" not in str(error.value)
-
-    refused("🙂", "unknown character '🙂' at position 0")
-    refused(trained.tokenizer.decode([0]), "^give `data` or `split='test'`, not", split="test")
-
-
 def test_a_run_for_a_mesh_is_evaluated_on_one_device(poem, tmp_path):
     data = DataConfig((str(poem),), tokenizer="byte")
     config = TrainConfig(

@@ -180,14 +180,6 @@ def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
-    size = trained.tokenizer.vocab_size
-    numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
-    with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
-        jgpt.fit(config, dataset=numbers, initial=trained.path, progress=None)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
     """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out `initial="):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt import CharTokenizer, generate
+from jgpt import CharTokenizer
 from jgpt.page import html
-from jgpt.page.html import first_text, model_page
+from jgpt.page.html import model_page
 from jgpt.page.numbers import Look
 from tests.browser import Page
 from tests.commands import worked
@@ -85,47 +85,6 @@ def test_the_page_s_numbers_are_the_forward_pass_s():
     np.testing.assert_array_equal(data["next_ranks"][-1], ranks)
 
 
-def test_the_logit_lens_is_a_model_of_fewer_blocks():
-    model = random_gpt("nanogpt")
-
-    def log_probabilities_by_depth(tokens):
-        found = []
-        x = model.embed(tokens)
-        for block in (None, *model.blocks):
-            if block is not None:
-                x = block(x)
-            logits = model.logits(model.final_norm(x))
-            found.append(jax.nn.log_softmax(logits[0]))
-        return found
-
-    data = record(model)
-
-    by_depth = compiled(log_probabilities_by_depth, batch_of(data))
-    assert len(by_depth) == 3  # before the first block, and after each of two
-    for depth, log_probabilities in enumerate(np.asarray(by_depth)):
-        ten_likeliest = np.argsort(-log_probabilities, axis=-1, kind="stable")[:, :10]
-        np.testing.assert_array_equal(data["candidates"][depth], ten_likeliest)
-        expected = np.take_along_axis(log_probabilities, ten_likeliest, -1)
-        found = data["log_probabilities"][depth]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_prompt_is_continued_as_generate_does_within_the_block():
-    model = random_gpt("nanogpt", block_size=13)
-    prompt = jnp.asarray(TOKENIZER.encode(PROMPT))[None]
-    assert prompt.shape == (1, 10)  # which leaves room for three
-
-    look = Look(model, TOKENIZER, "run")
-    text = first_text(look, PROMPT, 48)
-    shorter = first_text(look, PROMPT, 2)
-
-    expected = generate(model, prompt, 3, key=jax.random.key(1337), temperature=1.0)
-    assert text.tokens == expected[0].tolist()
-    assert text.prompt == 10
-    assert shorter.tokens == text.tokens[:12]
-
-
 def test_the_arrays_of_the_forward_pass_are_on_the_page():
     model = random_gpt("modern")
     captured = jgpt.capture(
@@ -157,25 +116,6 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page():
     assert len(set(shown)) == len(shown)
     for row in data["arrays"]:
         assert "table" not in row["name"]
-
-
-def test_the_product_of_query_and_key_gives_the_weight():
-    model = random_gpt("modern", num_layers=2)
-
-    data = record(model)
-
-    query = data["products"]["query"]
-    key = data["products"]["key"]
-    scores = data["products"]["scale"] * np.einsum("lhqd,lhkd->lhqk", query, key)
-    time = len(data["tokens"])
-    visible = np.tri(time, dtype=bool)
-    if data["window"]:
-        before_window = np.tri(time, k=-data["window"], dtype=bool)
-        visible = visible & ~before_window
-    exponentials = np.exp(np.where(visible, scores, -np.inf))
-    weights = exponentials / exponentials.sum(-1, keepdims=True)
-    expected = compiled(model.attention_weights, batch_of(data))[:, 0]
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
 
 
 def test_no_text_ends_the_script_that_holds_it(tmp_path):

@@ -18,7 +18,7 @@ import jgpt
 from jgpt import Run, evaluate, fit, load
 from jgpt.data.batches import batches
 from jgpt.data.dataset import load_dataset
-from jgpt.runs import checkpoints, plots
+from jgpt.runs import checkpoints
 from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
@@ -80,27 +80,6 @@ def test_metrics_are_columns(trained):
     assert columns["memory_bytes"][-1] > 1 << 20
     assert columns["seconds"][3] < columns["seconds"][7] < columns["seconds"][10]
     assert 1 < columns["tokens_per_second"][-1] < 1e7
-
-
-def test_the_share_of_the_peak_is_told_where_it_is_known(small_run, out, monkeypatch):
-    """Of all devices."""
-    monkeypatch.setattr(fit_module, "peak_flops", lambda: 1e9)
-    monkeypatch.setattr(fit_module, "flops_per_token", lambda config: 100)
-    config = with_changes(small_run, **BIGRAM, out=str(out), batch_size=8, mesh="data=8")
-
-    metrics = fit(config).metrics
-
-    speed = metrics["tokens_per_second"][-1]
-    assert metrics["model_flops_utilisation"][-1] == pytest.approx(speed * 300 / 8e9, abs=1e-5)
-
-
-def test_runs_without_a_place_are_numbered(small_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "gpt").mkdir(parents=True)
-
-    assert plan(small_run).out == Path("runs/gpt-2")
-    with pytest.raises(ValueError, match="`resume=True` needs the run's `out=DIRECTORY`"):
-        fit(small_run, resume=True)
 
 
 @pytest.mark.slow
@@ -308,21 +287,6 @@ def test_the_model_of_a_run_is_its_best(worsening):
     assert evaluate(worsening.path).loss != pytest.approx(worsening.validation_loss, rel=1e-3)
 
 
-@pytest.mark.usefixtures("whole_fit")
-def test_a_picture_that_can_t_be_drawn_costs_a_warning(small_run, out, monkeypatch):
-    def savefig(*_, **__):
-        raise RuntimeError("latex could not be found\nsecond line")
-
-    monkeypatch.setattr(plots, "losses_image", savefig)
-    heard = Heard()
-
-    fit(with_changes(small_run, **BIGRAM, steps=1, out=str(out)), progress=heard)
-
-    assert heard.messages == ["no picture of the losses: latex could not be found"]
-    assert (out / "samples.txt").is_file()
-    assert not (out / "loss.png").exists()
-
-
 # --- the machine ---------------------------------------------------------------------------------
 
 
@@ -380,19 +344,6 @@ def test_what_the_devices_decide_is_trained_and_not_recorded(small_run, out, mon
     assert facts | {"mesh": "data=8", "micro_batches": 1, "seed": config.seed} == facts
     assert facts["tokens_sha256"] == prepared.run.dataset.digest
     assert {"model.dropout", "optimizer.beta2", "dataset.data", "jax", "resume"} <= facts.keys()
-
-
-@pytest.mark.slow
-def test_a_plan_is_of_one_device_of_the_mesh(small_run, out):
-    config = replace(small_run, batch_size=8, out=str(out))
-
-    replicated = plan(replace(config, mesh="data=8")).memory
-    sharded = plan(replace(config, mesh="data=2,fsdp=4")).memory
-
-    assert replicated is not None
-    assert sharded is not None
-    assert 0 < sharded.state < replicated.state / 2
-    assert not out.exists()
 
 
 @pytest.mark.slow

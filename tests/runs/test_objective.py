@@ -1,11 +1,9 @@
 """Runs with an objective of one's own: recorded, logged, resumed, on a mesh, and refused."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,8 +12,6 @@ from jgpt.fields import Code, from_json, to_json
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
 from jgpt.training.objective import next_token_loss
-from tests.commands import jgpt as command
-from tests.commands import refused
 from tests.runs.harness import path_of, stopping
 from tests.runs.test_trackers import events_of
 
@@ -153,28 +149,3 @@ def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path, name, mes
     with pytest.raises((ValueError, AttributeError), match=message):
         jgpt.fit(config, objective=f"{file}:{name}", progress=None)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_commands_take_an_objective_and_plot_its_metrics(file, tmp_path, poem):
-    picture = tmp_path / "m.svg"
-    sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
-    given = ("train", "tiny", "--data", poem, *sizes, "--steps", "2", "--sample-tokens", "0")
-    line = refused(*given, "--objective", "my.py:fails", "--out", "wrong", cwd=tmp_path)
-    assert line.startswith("jgpt: my.py, line 35: return model.nothing: AttributeError: ")
-
-    done = command(*given, "--objective", "my.py:halved", "--out", "r", cwd=tmp_path)
-
-    assert done.code == 0, done.stderr
-    assert "custom objective" in done.stdout
-    assert "halved; validation losses are cross-entropies" in " ".join(done.stdout.split())
-    assert jnp.isfinite(jgpt.load(tmp_path / "r").model(jnp.ones((1, 3), int))).all()
-    last_line = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert "mine/half" in json.loads(last_line)
-    for metric in ("mine/half", "mine", "loss"):
-        drawn = command("plot", "r", "--metric", metric, "--out", picture, cwd=tmp_path)
-        assert drawn.code == 0, drawn.stderr
-        assert picture.read_bytes().startswith(b"<?xml")
-    misspelt = refused("plot", "r", "--metric", "mine/halt", "--out", "n.svg", cwd=tmp_path)
-    assert "r has no metric 'mine/halt' (did you mean 'mine'?)" in misspelt
-    assert not (tmp_path / "n.svg").exists()

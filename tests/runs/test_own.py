@@ -1,7 +1,6 @@
 """A user's own model and optimizer: from Python, by file on the command line, and their records."""
 
 import dataclasses
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from flax import nnx
 import jgpt
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
-from jgpt.files import sha256_of
 from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.nn.models import create_model, require_parameters_only
@@ -221,12 +219,6 @@ def test_an_optimizer_is_made_from_the_config_and_the_steps_of_the_run():
     assert given == [(config, 10)]
 
 
-def test_what_is_no_optimizer_is_rejected():
-    config = jgpt.OptimizerConfig(make=lambda config, steps: 3)
-    with pytest.raises(ValueError, match=r"must make an optax\.Gradient.*, not int"):
-        make_optimizer(config, 10)
-
-
 def test_a_model_without_a_cache_generates_as_it_predicts(sums):
     prompt = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], np.int32)
     lengths = np.array([5, 3])
@@ -304,10 +296,6 @@ def test_a_model_that_does_not_fit_its_tokenizer_or_config_is_not_saved(sums, tm
         jgpt.save(sums, path, tokenizer=tokenizer, config=other_config)
 
     assert not path.exists()
-
-
-def test_the_new_model_is_short(template):
-    assert len(template.read_text().splitlines()) <= 150
 
 
 def test_the_new_model_is_jgpts_own(template):
@@ -484,18 +472,6 @@ def run_by_file(template, poem, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_by_file_records_its_code_and_says_how_to_load_it(run_by_file):
-    folder, said = run_by_file
-
-    config = json.loads((folder / "r" / "config.json").read_text())
-
-    assert "next: jgpt sample r --model my.py:GPT" in said
-    assert config["model"]["mlp_ratio"] == 3
-    digest = sha256_of(folder / "opt.py")
-    assert config["optimizer"]["make"] == {"name": "sgd", "file": "opt.py", "sha256": digest}
-
-
-@pytest.mark.slow
 def test_a_run_by_file_says_what_it_needs_and_never_loads_it(run_by_file):
     folder, _ = run_by_file
     needed = "which a run never loads by itself: give --model my.py:GPT"
@@ -511,11 +487,6 @@ def test_a_run_by_file_says_what_it_needs_and_never_loads_it(run_by_file):
 
 
 MISTAKES = {
-    "a method raises": (
-        "def hidden(self, tokens, *, cache=None, rngs=None):\n        raise ValueError('steps=3')",
-        "raise ValueError('steps=3'): ValueError: steps=3",
-        4,
-    ),
     "shapes differ": (
         "def logits(self, x):\n        return x + x[..., :3]",
         "return x + x[..., :3]: TypeError: ",
@@ -526,7 +497,6 @@ MISTAKES = {
         "def logits(self, x) -> jgpt.GPT:: TypeCheckError: ",
         4,
     ),
-    "the class is wrong": ("steps = 1 / 0", "steps = 1 / 0: ZeroDivisionError: division", 3),
 }
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt import DataConfig, ModelConfig, TrainConfig
+from jgpt import ModelConfig, TrainConfig
 from jgpt.runs.fit import TrainingStopped
 from tests.commands import refused
-from tests.runs.harness import Heard, path_of
+from tests.runs.harness import path_of
 
 
 class Letters:
@@ -77,17 +77,6 @@ def test_commands_refuse_such_a_run_by_name(tmp_path):
         )
 
 
-def test_a_token_that_cannot_be_decoded_costs_the_sample_and_not_the_run(tmp_path):
-    """As of a vocabulary that is padded to a round number. Most sampled tokens are such tokens."""
-    said = Heard()
-
-    run = jgpt.fit(config_in(tmp_path), dataset=dataset_of(Letters(vocab_size=64)), progress=said)
-
-    assert (path_of(run) / "samples.txt").read_text() == ""
-    (line,) = [line for line in said.messages if line.startswith("no sample: ")]
-    assert line == "no sample: IndexError: string index out of range"
-
-
 def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(tmp_path):
     first = jgpt.fit(config_in(tmp_path), dataset=dataset_of(), progress=None)
     second = config_in(tmp_path, out=str(tmp_path / "second"))
@@ -97,19 +86,6 @@ def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(tmp_path):
     assert run.metrics["loss"][0] != first.metrics["loss"][0]
     with pytest.raises(ValueError, match="is Letters, an object of your own"):
         jgpt.fit(second, initial=path_of(first), progress=None, overwrite=True)
-
-
-def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(tmp_path):
-    """The run was trained with that of the weights, and could not be loaded with either."""
-    (tmp_path / "text.txt").write_text("abba\n" * 60)
-    of_text = DataConfig((str(tmp_path / "text.txt"),))
-    first = jgpt.fit(config_in(tmp_path, dataset=of_text), progress=None)
-    second = config_in(tmp_path, out=str(tmp_path / "second"))
-
-    with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
-        jgpt.fit(second, dataset=dataset_of(), initial=path_of(first), progress=None)
-
-    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize(

@@ -193,19 +193,6 @@ def test_what_any_process_was_given_must_be_that_of_process_0(monkeypatch):
     require_same(given[0])
 
 
-def test_a_fact_that_one_process_alone_has_is_named(monkeypatch):
-    first = {"seed": 1, "model.rank": 4}
-    second = {"seed": 1, "layers.py of the model": "ab"}
-    monkeypatch.setattr(module, "gather", lambda _: [first, second])
-    said = (
-        r"process 1 differs: `model\.rank` is None, in process 0 4; "
-        r"`layers\.py of the model` is 'ab', in process 0 None; they must agree"
-    )
-
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        require_same(first)
-
-
 @pytest.mark.slow
 def test_a_run_of_one_process_goes_on_in_two_and_back(options, tmp_path):
     train_alone(*options[:-1], tmp_path / "one", "--steps", 18)

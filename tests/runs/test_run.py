@@ -355,14 +355,6 @@ def test_metrics_are_arrays_of_steps_or_numbers_of_the_last(out):
     assert ["seconds" in line for line in written] == [False, False, True, True, False, True]
 
 
-def test_the_seconds_of_a_run_go_on(trained, copy):
-    seconds = json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["seconds"]
-    with start(copy, config=LONGER, resume=True) as run:
-        run.restore(init)
-        run.log(7, loss=1.0)
-    assert jgpt.load(copy).metrics["seconds"][-1] >= seconds
-
-
 class Unread:
     """A number that the device is still computing."""
 
@@ -486,17 +478,6 @@ def test_the_first_error_is_told_before_that_of_a_save(copy, monkeypatch):
     assert "the checkpoint of step 7 could not be written" in error.value.__notes__[0]
 
 
-def test_metrics_that_can_t_be_written_are_told_with_a_way_out(copy):
-    def use(run):
-        run.restore(init)
-        (copy / "metrics.jsonl").unlink()
-        (copy / "metrics.jsonl").mkdir()
-        run.log(7, loss=1.0)
-
-    with pytest.raises(OSError, match="the checkpoints are intact: free some space and use"):
-        used(copy, use, config=LONGER, resume=True)
-
-
 @pytest.mark.parametrize(("waited_for", "is_waited"), [(1, True), (1 << 40, False)])
 def test_a_large_state_is_written_from_its_own_memory_before_it_may_be_donated(
     copy, monkeypatch, waited_for, is_waited
@@ -572,21 +553,6 @@ def test_signals_that_the_program_handles_itself_are_left_to_it(out):
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_another_thread_trains_without_signals(out):
-    before = [signal.getsignal(each) for each in SIGNALS]
-    found = []
-
-    def in_thread():
-        with start(out) as run:
-            run.restore(init)
-            found.append([signal.getsignal(each) for each in SIGNALS])
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    assert found == [before]
 
 
 # --- code ----------------------------------------------------------------------------------------

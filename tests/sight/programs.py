@@ -128,17 +128,6 @@ def convolved(padding: Any, dilation: int = 1) -> Program:
     return program
 
 
-def depthwise(x: Array) -> Array:
-    return lax.conv_general_dilated(
-        x,
-        TAPS[:, None],
-        (1,),
-        [(2, 0)],
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=WIDTH,
-    )
-
-
 def shifted(by: int) -> Program:
     def program(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (max(by, 0), max(-by, 0)), (0, 0)))
@@ -383,38 +372,18 @@ def fft_convolution(x: Array) -> Array:
 RIGHT: dict[str, Program] = {
     "a mask of -inf": attend(),
     "of -1e9": attend(fill=-1e9),
-    "of -1e4": attend(fill=-1e4),
     "of finfo.min": attend(fill=float(jnp.finfo(jnp.float32).min)),
     "of NumPy": attend(lambda x: NUMPY_MASK[: x.shape[1], : x.shape[1]]),
     "strictly before, and itself": attend(lambda x: tril(x, -1) | np.eye(x.shape[1], dtype=bool)),
     "additive, -inf": additive(-jnp.inf),
     "additive, -1e9": additive(-1e9),
     "where= of softmax": weighted(lambda s, mask: jax.nn.softmax(s, where=mask)),
-    "exp and a masked sum": weighted(
-        lambda s, mask: jnp.exp(s) * mask / (jnp.exp(s) * mask).sum(-1, keepdims=True)
-    ),
-    "sigmoid": weighted(lambda s, mask: jnp.where(mask, jax.nn.sigmoid(s), 0)),
-    "a sigmoid of masked scores": weighted(
-        lambda s, mask: jax.nn.sigmoid(jnp.where(mask, s, -jnp.inf))
-    ),
-    "ReLU over the position": weighted(
-        lambda s, mask: jnp.where(mask, jax.nn.relu(s), 0) / (1 + jnp.arange(s.shape[-1])[:, None])
-    ),
-    "tril of weights": weighted(lambda s, mask: jnp.tril(s)),
     "softmax of a NumPy mask as floats": weighted(
         lambda s, mask: jnp.tanh(s) * NUMPY_FLOAT_MASK[: s.shape[-1], : s.shape[-1]]
     ),
-    "logsumexp": weighted(
-        lambda s, mask: jnp.exp(
-            jnp.where(mask, s, -jnp.inf)
-            - jax.nn.logsumexp(jnp.where(mask, s, -jnp.inf), -1, keepdims=True)
-        )
-    ),
     "a window": attend(lambda x: tril(x) & ~tril(x, -2)),
     "softcap before the mask": attend(before=softcap),
-    "a temperature after the mask": attend(after=lambda s: s / 0.7),
     "in bfloat16": attend(before=lambda s: s.astype(jnp.bfloat16)),
-    "in bfloat16, -1e9": attend(before=lambda s: s.astype(jnp.bfloat16), fill=-1e9),
     "ALiBi": alibi,
     "sinks": sinks,
     "sparse": top_k_sparse,
@@ -427,10 +396,6 @@ RIGHT: dict[str, Program] = {
     "linear attention": linear_attention,
     "a running sum": lambda x: jnp.cumsum(x, 1),
     "a running maximum": lambda x: lax.cummax(x, 1),
-    "a running product": lambda x: jnp.cumprod(x, 1),
-    "a running logsumexp": lambda x: lax.cumlogsumexp(x, 1),
-    "a mean by a matrix": lambda x: (jnp.tril(jnp.ones((x.shape[1],) * 2)) / 5) @ x,
-    "a mean by a mask and softmax": lambda x: jax.nn.softmax(jnp.where(tril(x), 0.0, -jnp.inf)) @ x,
     "an RNN": scanned(lambda h, x: jnp.tanh(h @ W + x)),
     "a gated RNN": scanned(
         lambda h, x: jax.nn.sigmoid(x @ V) * h + (1 - jax.nn.sigmoid(x @ V)) * x
@@ -438,9 +403,7 @@ RIGHT: dict[str, Program] = {
     "an associative scan": associative,
     "a causal convolution": convolved([(2, 0)]),
     "a dilated convolution": convolved([(4, 0)], 2),
-    "a depthwise convolution": depthwise,
     "a shift": shifted(1),
-    "a shift by two": shifted(2),
     "a roll with its first masked": lambda x: jnp.roll(x, 1, 1).at[:, 0].set(0),
     "top-2 experts": token_choice,
     "capacity in order of time": capacity(lambda choice: jnp.cumsum(choice, 1)),
@@ -448,12 +411,9 @@ RIGHT: dict[str, Program] = {
     "a loop for each position": looped,
     "a loop forwards": fori(set_next),
     "a norm of each position": normed(-1),
-    "a norm of each running mean": lambda x: normed(-1)(jnp.cumsum(x, 1)),
     "the position before": gathered(lambda t: t - 1),
-    "half the position": gathered(lambda t: t // 2),
     "scattered to later ones": scattered(lambda t: t + 1),
     "two flips": lambda x: jnp.cumsum(x[:, ::-1][:, ::-1], 1),
-    "two transposes": lambda x: jnp.cumsum(x.swapaxes(0, 1), 0).swapaxes(0, 1),
     "a known branch": lambda x: lax.cond(x.shape[1] > 100, lambda x: x[:, ::-1], jnp.negative, x),
     "a known choice": lambda x: jnp.where(np.arange(x.shape[1])[:, None] >= 0, x, x[:, ::-1]),
     "what is multiplied by 0": lambda x: x + 0 * jnp.ones_like(x) * 2,
@@ -462,13 +422,8 @@ RIGHT: dict[str, Program] = {
     "layers in a scan": stacked(attend()),
     "a custom gradient": custom,
     "vmap": lambda x: jax.vmap(lambda row: attend()(row[None])[0])(x),
-    "sorted features": lambda x: jnp.sort(x, -1),
-    "the largest feature": lambda x: jax.nn.one_hot(x.argmax(-1), WIDTH),
     "a bigram": lambda x: jnp.take(W, (x[..., 0] > 0).astype(int), axis=0) + x,
     "einsum in heads": lambda x: jnp.einsum("bqk,bkd->bqd", jnp.tril(scores_of(x)), x),
-    "an einsum with features first": lambda x: (
-        jnp.einsum("bqk,bkd->bdq", jnp.tril(scores_of(x)), x).mT
-    ),
     "parts joined": lambda x: jnp.concatenate([x[:, :1], x[:, 1:] + x[:, :-1]], 1),
     "stacked and unstacked": lambda x: jnp.stack([x, jnp.cumsum(x, 1)]).sum(0),
     "a dynamic slice": lambda x: (
@@ -479,19 +434,8 @@ RIGHT: dict[str, Program] = {
     ),
     "a dynamic update": lambda x: lax.dynamic_update_slice(x, x[:, :1], (0, 0, 0)),
     "dropout": lambda x: attend()(x) * jax.random.bernoulli(KEYS[7], 0.5, x.shape),
-    "an integer power": lambda x: jnp.cumsum(x**3, 1),
-    "a clipped sum": lambda x: jnp.clip(jnp.cumsum(x, 1), -1, 1),
-    "signs": lambda x: jnp.cumsum(jnp.sign(x), 1),
-    "the least of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), jnp.inf).min(-1)[
-        ..., None
-    ],
-    "the greatest of what is not masked": lambda x: jnp.where(tril(x), scores_of(x), -1e9).max(-1)[
-        ..., None
-    ],
     "a softmax of the negative": attend(fill=1e9, after=jnp.negative),
     "unsigned positions": attend(lambda x: unsigned(x)[:, None] >= unsigned(x)),
-    "any of the earlier ones": lambda x: (tril(x) & (x[:, None, :, 0] > 1)).any(-1)[..., None] * x,
-    "all of the earlier ones": lambda x: (~tril(x) | (x[:, None, :, 0] < 1)).all(-1)[..., None] * x,
     "the logarithm of a mask": lambda x: jax.nn.softmax(scores_of(x) + jnp.log(tril(x) * 1.0)) @ x,
 }
 
@@ -504,38 +448,28 @@ WRONG: dict[str, Program] = {
     "no mask": attend(lambda x: True),
     "one too far": attend(lambda x: tril(x, 1)),
     "transposed": attend(lambda x: tril(x).T),
-    "inverted": attend(lambda x: ~tril(x)),
     "filled with -5": attend(fill=-5.0),
-    "filled with 0": attend(fill=0.0),
     "multiplied by a mask before the softmax": weighted(lambda s, mask: jax.nn.softmax(s * mask)),
     "a mask after the softmax": weighted(lambda s, mask: jax.nn.softmax(s) * mask),
     "softmax over queries": attend(axis=-2),
     "softcap after the mask": attend(after=softcap),
     "a clip after the mask": attend(after=lambda s: jnp.clip(s, -5, 5)),
     "a row without an entry": attend(lambda x: tril(x, -1), fill=-1e9),
-    "additive, -5": additive(-5.0),
-    "additive, +1e9": additive(1e9),
-    "weights that are raised": weighted(
-        lambda s, mask: jax.nn.softmax(jnp.where(mask, s, -jnp.inf)) + 0.01 * jax.nn.sigmoid(s)
-    ),
     "a wrong split": multi_head(split_wrongly, merge),
     "a wrong merge": multi_head(split, merge_wrongly),
     "batch norm": normed((0, 1)),
     "a norm over time": normed(1),
     "a norm over all": normed((0, 1, 2)),
     "the maximum over all": lambda x: x - x.max(),
-    "the mean over time": lambda x: x - x.mean(1, keepdims=True),
     "the loss in the logits": lambda x: x + jnp.square(x).mean(),
     "a sum from the end": reversed_sum,
     "an RNN from the end": scanned(lambda h, x: jnp.tanh(h @ W + x), reverse=True),
     "an associative scan from the end": functools.partial(associative, reverse=True),
-    "both directions": lambda x: jnp.cumsum(x, 1) * reversed_sum(x),
     "a roll": lambda x: jnp.roll(x, 1, 1),
     "a shift to the front": shifted(-1),
     "a SAME convolution": convolved("SAME"),
     "a convolution one too far": convolved([(1, 1)]),
     "sorted positions": lambda x: jnp.sort(x, 1),
-    "flipped": lambda x: x[:, ::-1],
     "an FFT": lambda x: jnp.fft.fft(x, axis=1).real,
     "the next position": gathered(lambda t: t + 1),
     "scattered to earlier ones": scattered(lambda t: t - 1),
@@ -546,25 +480,12 @@ WRONG: dict[str, Program] = {
     "capacity from the end": capacity(lambda choice: jnp.cumsum(choice[:, ::-1], 1)[:, ::-1]),
     "capacity over the batch": capacity(over_batch),
     "a mixing of positions": mixed(MIXING),
-    "features as positions": lambda x: x + x.mean((1, 2), keepdims=True),
-    "an index from the last": lambda x: jnp.take(
-        W, (x[:, -1:, 0] > 0).astype(int) + 0 * (x[..., 0] > 0), axis=0
-    ),
     "a choice by the last": lambda x: jnp.where(x[:, -1:] > 0, x, -x),
     "a slice from where data says": lambda x: jax.vmap(
         lambda row: row + lax.dynamic_slice_in_dim(row, row[-1, 0].astype(int), 1, 0)
     )(x),
-    "remat, no mask": remat(attend(lambda x: True)),
-    "jit, transposed": jitted(attend(lambda x: tril(x).T)),
-    "layers, one too far": stacked(attend(lambda x: tril(x, 1))),
-    "argmax over time": lambda x: x + x.argmax(1, keepdims=True),
-    "a product over time": lambda x: x * x.prod(1, keepdims=True),
-    "scaled after the mask": attend(fill=-1e9, after=lambda s: s * 1e-8),
-    "divided after the mask": attend(fill=-1e9, after=lambda s: s / 1e8),
     "negated after the mask": attend(fill=-1e9, after=jnp.negative),
-    "minus the mask": weighted(lambda s, mask: jax.nn.softmax(s - jnp.where(mask, 0, -1e9))),
     "unsigned differences": attend(lambda x: unsigned(x)[:, None] - unsigned(x) >= 0),
-    "unsigned positions below 0": attend(lambda x: unsigned(x)[:, None] - 1 >= unsigned(x)),
     "one zero in a sum": lambda x: (
         x * jnp.concatenate([0 * x[:, :1], x[:, -1:]], 1).sum(1)[:, None]
     ),

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 import jgpt
 from jgpt.nn.models import abstract_model
-from jgpt.presets import PRESETS, preset
+from jgpt.presets import preset
 from jgpt.shapes import Known, reads
 
 ROOT = Path(jgpt.__file__).parents[1]
@@ -51,27 +51,6 @@ def test_a_preset_is_proven_at_one_length(name: str) -> None:
 
     assert proof, str(proof)
     assert str(proof).startswith(f"proven for t = {SIZES[name]}\n")
-
-
-LIKE_OTHERS = {"gpt2-medium", "gpt2-large", "gpt2-xl"}
-"""Presets that differ from another in sizes alone."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - LIKE_OTHERS))
-def test_a_preset_is_proven_at_each_length_or_at_16_and_the_block_size(name: str) -> None:
-    config = preset(name).model
-    lengths = range(1, config.block_size + 1)
-    if config.block_size > 64:
-        config = dataclasses.replace(config, num_layers=2, vocab_size=65)
-        lengths = [*range(1, 17), config.block_size]
-    model = abstract_model(config)
-
-    proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": lengths})
-
-    assert proof, str(proof)
-    is_gpt = config.architecture == "gpt"  # a bigram has no longest context
-    assert (", the block size" in str(proof)) == is_gpt
 
 
 @pytest.mark.parametrize("config", [SMALL, ALL_TOGETHER])

@@ -124,28 +124,6 @@ def test_the_least_time_of_a_step_by_hand(chip, monkeypatch):
     assert step.memory_seconds == 2 * 340 / chip.memory_bandwidth  # read, and written
 
 
-def test_a_batch_that_the_default_mesh_doesn_t_divide(monkeypatch):
-    monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    with pytest.raises(
-        ValueError, match=r"^`mesh='data=4'` shards each batch over data x fsdp = 4"
-    ):
-        compile_ahead(dataclasses.replace(CONFIG, mesh=None, batch_size=6), "v5e:2x2")
-
-
-@pytest.mark.slow
-def test_here_a_step_is_compiled_as_for_others(monkeypatch):
-    """On the devices of this machine, whose program has the collectives of any."""
-    monkeypatch.setattr(ahead, "topology", lambda on: (CHIPS["v5e"], jax.devices()[:4]))
-    with benchmark.compiled_text() as texts:
-        step = compile_ahead(dataclasses.replace(CONFIG, mesh=None), "v5e:2x2")
-    assert (step.mesh, step.chips, step.fits) == ("data=4", 4, True)
-    (reduced,) = sum_by_kind(texts[-1])
-    assert reduced.kind == "all-reduce"
-    # the gradients in float32, sent twice but for a quarter
-    gradients = 4 * (PARAMETERS + NORMS)
-    assert gradients * 3 / 2 <= reduced.sent < gradients * 1.6
-
-
 def compiled(on: str, package: str) -> tuple[CompiledStep, str]:
     """CONFIG's step for chips, and its program."""
     if importlib.util.find_spec(package) is None:

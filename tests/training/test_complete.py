@@ -56,19 +56,6 @@ def test_all_accelerators_are_used_by_default(devices, memory, mesh):
     assert complete(GPT2, machine(devices, memory)).mesh == mesh
 
 
-def test_what_is_left_to_the_platform_is_decided():
-    config = TrainConfig(dataclasses.replace(MODEL, dtype="auto"))
-    decided = complete(config, Machine(Platform("tpu"), 1, None, 64 * GIB)).model
-
-    assert (decided.dtype, decided.activation_dtype) == ("bfloat16", "bfloat16")
-    assert decided.attention_kernel == "xla"
-
-
-def test_a_mesh_that_is_given_stays():
-    given = dataclasses.replace(GPT2, mesh="data=2,fsdp=4")
-    assert complete(given, machine(devices=8)).mesh == "data=2,fsdp=4"
-
-
 def test_a_batch_that_the_devices_do_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match="which don't divide `batch_size=8`: give a multiple of 3"):
         complete(GPT2, machine(devices=3))

@@ -1,6 +1,5 @@
 """What training and decoding cost: donated memory, compilations, and the rows of logits at once."""
 
-import dataclasses
 import math
 import re
 from typing import Any
@@ -9,12 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jgpt import GPT, ModelConfig, TrainConfig, generate
+from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import batches
-from jgpt.generation import decoding
-from jgpt.generation.sampling import Sampling
 from jgpt.nn import loss
 from jgpt.nn.products import project_to_tied_vocabulary, project_to_vocabulary
 from jgpt.training.memory import compile_steps
@@ -36,34 +32,6 @@ def test_the_whole_state_is_donated():
     assert donated >= bytes_of(abstract_state(CONFIG))
 
 
-def test_the_cache_of_decoding_is_donated():
-    model = GPT(MODEL, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
-    window = jnp.zeros((3, 6), jnp.int32)
-    length = jnp.full(3, 2, jnp.int32)
-    cache = model.empty_cache(3, 6)
-    sampling = jax.tree.map(jnp.float32, Sampling(1.0, None, None, None))
-
-    lowered = decoding._compiled_draw.lower(
-        weights,
-        window,
-        length,
-        cache,
-        0,
-        5,
-        jax.random.key(0),
-        sampling,
-        graph=graph,
-        recomputes=False,
-    )
-    program = lowered.compile()
-
-    analysis = program.memory_analysis()
-    assert analysis is not None
-    donated = analysis.alias_size_in_bytes
-    assert donated >= bytes_of((window, nnx.state(cache)))
-
-
 def test_one_program_for_a_run_and_one_for_its_evaluations():
     steps: Any = make_train_steps(CONFIG)
     evaluate: Any = make_eval_step(MODEL)
@@ -79,23 +47,6 @@ def test_one_program_for_a_run_and_one_for_its_evaluations():
 
     assert steps._cache_size() == 1
     assert evaluate._cache_size() == 1
-
-
-def test_one_program_decodes_for_prompts_up_to_a_power_of_two():
-    config = dataclasses.replace(MODEL, block_size=64, num_heads=1)
-    model = GPT(config, rngs=nnx.Rngs(0))
-    prefill: Any = decoding._prefill
-    draw: Any = decoding._compiled_draw
-    prefills_before = prefill._cache_size()
-    draws_before = draw._cache_size()
-
-    for length in (10, 13, 17):  # 9, 12 and 16 tokens before the last
-        prompt = jnp.zeros((1, length), jnp.int32)
-        key = jax.random.key(length)
-        generate(model, prompt, 4, key=key, temperature=0.5 + length / 10)
-
-    assert prefill._cache_size() == prefills_before + 1
-    assert draw._cache_size() == draws_before + 1
 
 
 def columns(function, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> set[str]:
@@ -120,31 +71,6 @@ def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, feature
 
     assert untied == {str(padded)}
     assert tied == {str(padded)}
-
-
-@pytest.mark.parametrize(
-    ("batch", "time", "at_once", "chunks", "size"),
-    [
-        (2, 9, 8, 3, 3),  # chunks of 4 positions fit; three of 3 need no padding
-        (2, 10, 8, 3, 4),
-        (3, 10, 7, 5, 2),
-        (5, 4, 3, 4, 1),  # a position at least, of each sequence
-        (2, 9, 16, 2, 5),
-    ],
-)
-def test_the_chunks_of_a_loss_are_few_and_balanced(batch, time, at_once, chunks, size):
-    x = jax.ShapeDtypeStruct((batch, time, 7), "float32")
-    targets = jax.ShapeDtypeStruct((batch, time), "int32")
-    chunked: Any = loss._chunked
-
-    def cut(x, targets):
-        return chunked(x, targets, at_once)
-
-    xs, parts, real = jax.eval_shape(cut, x, targets)
-
-    assert xs.shape == (chunks, batch, size, 7)
-    assert parts.shape == (chunks, batch, size)
-    assert real.shape == (chunks, batch, size)
 
 
 def test_a_gibibyte_of_logits_is_materialised_at_most():

@@ -10,8 +10,7 @@ import pytest
 from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import evaluation_windows
 from jgpt.training import evaluation
-from jgpt.training.evaluation import Evaluator, describe_targets, targets_of
-from jgpt.training.objective import loss_dtype
+from jgpt.training.evaluation import Evaluator, targets_of
 from jgpt.training.state import init_state
 from jgpt.training.step import make_eval_step
 
@@ -22,7 +21,6 @@ SMALL = TrainConfig(
 # twice the table's 121 weights for each target, and four windows of six targets in a batch
 WORK_OF_A_BATCH = 2 * 121 * 4 * 6
 FIVE_BATCHES = 5 * WORK_OF_A_BATCH
-NINE_BATCHES = 9 * WORK_OF_A_BATCH
 
 
 @pytest.mark.parametrize(
@@ -42,11 +40,6 @@ def test_an_evaluation_is_of_as_many_targets_as_are_asked_for(eval_tokens, split
     config = TrainConfig(model=model, eval_tokens=eval_tokens)
 
     assert targets_of(config, split + 1) == targets
-
-
-def test_a_loss_over_a_part_says_so():
-    assert describe_targets(4864, 11_801_144) == " over 4,864 of 11,801,144 tokens"
-    assert describe_targets(3000, 3000) == ""
 
 
 @pytest.fixture
@@ -176,44 +169,6 @@ def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypat
     ]
 
 
-class Unread:
-    """A sum of losses that is still computed; converting it waits for it."""
-
-    def __init__(self, total: Any, events: list[str]) -> None:
-        self._total = total
-        self._events = events
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        self._events.append("waited")
-        return np.asarray(self._total, dtype)
-
-
-def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
-    events: list[str] = []
-    windows_by_number = evaluation.windows_by_number
-
-    def recorded(*arguments):
-        events.append("read")
-        return windows_by_number(*arguments)
-
-    def make(config):
-        step = make_eval_step(config)
-
-        def call(*arguments):
-            events.append("dispatched")
-            return Unread(step(*arguments), events)
-
-        return call
-
-    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
-    monkeypatch.setattr(evaluation, "make_eval_step", make)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
-
-    Evaluator(SMALL, TOKENS).mean(weights)
-
-    assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
-
-
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     in_one_sum = Evaluator(SMALL, TOKENS).mean(weights)
     parts = losses_by_batch(weights, batch_size=4)
@@ -226,18 +181,3 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399
     assert found == pytest.approx(in_one_sum, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "param_dtype", "expected"),
-    [
-        ("bfloat16", "bfloat16", "float32"),
-        ("bfloat16", "float64", "float64"),
-        ("float64", "float32", "float64"),
-        ("auto", "bfloat16", "float32"),
-    ],
-)
-def test_losses_have_the_widest_dtype_of_weights_and_products(dtype, param_dtype, expected):
-    config = ModelConfig(dtype=dtype, param_dtype=param_dtype)
-
-    assert loss_dtype(config) == expected

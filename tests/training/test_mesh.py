@@ -16,9 +16,7 @@ import jgpt
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn import depth, loss, models, transformer
-from jgpt.nn.models import abstract_model
 from jgpt.parallel import gather, rules
-from jgpt.parallel.gather import _gathered
 from jgpt.parallel.mesh import abstract_mesh, make_mesh, use_mesh
 from jgpt.parallel.rules import abstract_arrays, axes_of, dimensions_of, replicate
 from jgpt.training import optimizer
@@ -86,9 +84,6 @@ def in_float64(name: str) -> TrainConfig:
 
 RUNS = {name: in_float64(name) for name in ("lecture", "modern", "qwen3", "accumulated")}
 ALL = "data=2,fsdp=2,tensor=2"
-MESHES = ("data=8", "fsdp=8", "tensor=8", ALL)
-
-
 STEPS = 12
 
 
@@ -338,31 +333,6 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "feed_forward.projection": ("hidden_dim", "embed_dim"),
     "head": ("embed_dim", "vocab_size"),
 }
-NORMS = ("attention_norm", "feed_forward_norm", "final_norm")
-PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "token_embedding.embedding": ("vocab_size", "embed_dim"),
-    "position_embedding.embedding": (None, "embed_dim"),
-    "ngram_embedding.table.embedding": (None, "embed_dim"),
-    **{f"{name}.kernel": dimensions for name, dimensions in LAYERS.items()},
-    **{f"{name}.bias": (outputs,) for name, (_, outputs) in LAYERS.items()},
-    **{f"{name}.{part}": (None,) for name in NORMS for part in ("scale", "bias")},
-    "attention.query_norm.scale": (None,),
-    "attention.key_norm.scale": (None,),
-    "shortcut": (None,),
-}
-TABLE = {"table.embedding": (None, "embed_dim")}
-EVERYTHING = config_of(
-    "lecture",
-    "adamw",
-    model={
-        **GROUPED,
-        "qkv_bias": True,
-        "embedding_shortcut": True,
-        "gated": True,
-        "qk_norm": True,
-        "qk_norm_scale": True,
-    },
-)
 
 
 def test_each_rule_is_what_the_documentation_says():
@@ -378,66 +348,25 @@ def dimensions(model: Any) -> dict[str, tuple[Any, ...]]:
     return {path.removeprefix("blocks.0."): names for path, names in paths.items()}
 
 
-def test_each_parameter_says_its_dimensions():
-    assert dimensions(abstract_model(EVERYTHING.model)) == PARAMETERS
-    assert dimensions(abstract_model(CONFIGS["bigram"].model)) == TABLE
-
-
 # --- faults are seen, and for the right reason ----------------------------------------------------
 
-gathered_in = _gathered
-
-
-def replaced(module: Any, name: str, function: Any):
-    return lambda patch: patch.setattr(module, name, function)
-
-
-def itself(x, *_):
-    return x
-
-
-NOT_GATHERED = replaced(gather, "_gathered", lambda dimensions, dtype, x: x)
 COMMUNICATED = {
-    "the MLP is replicated": (
-        "tensor=8",
-        lambda patch: patch.setitem(rules.RULES, "hidden_dim", ()),
-    ),
-    "gathered in float32": (
-        "fsdp=8",
-        replaced(gather, "_gathered", lambda names, dtype, x: gathered_in(names, x.dtype, x)),
-    ),
-    "gathered once and kept": ("fsdp=8", replaced(gather, "_is_kept", lambda *_, **__: True)),
-    "gathered once and kept, but for the casts": (
-        "fsdp=8",
-        replaced(gather, "_is_kept", lambda of, *_, **__: of.name != "convert_element_type"),
-    ),
-    "not gathered": ("fsdp=8", NOT_GATHERED),
-    "activations are gathered": (
-        "data=8",
-        replaced(depth, "shard_by_name", lambda x, *_: replicate(x)),
-    ),
-    "Muon's products gather": ("fsdp=8 with Muon", replaced(optimizer, "replicate", itself)),
+    "not gathered": ("fsdp=8", gather, "_gathered", lambda dimensions, dtype, x: x),
+    "gathered once and kept": ("fsdp=8", gather, "_is_kept", lambda *_, **__: True),
+    "activations are gathered": ("data=8", depth, "shard_by_name", lambda x, *_: replicate(x)),
+    "Muon's products gather": ("fsdp=8 with Muon", optimizer, "replicate", lambda x, *_: x),
 }
 """What the program's collectives show. That a rule is another is seen by the rules' own test."""
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """Plants a fault in what is traced anew."""
-
-    def plant(fault) -> None:
-        jax.clear_caches()
-        monkeypatch.setattr(models, "_traced", models._traced.__wrapped__)
-        fault(monkeypatch)
-
-    return plant
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMUNICATED)
-def test_a_fault_is_seen_in_what_is_communicated(name, tmp_path, plant):
-    of, fault = COMMUNICATED[name]
-    plant(fault)
+def test_a_fault_is_seen_in_what_is_communicated(name, tmp_path, monkeypatch):
+    of, module, function, fault = COMMUNICATED[name]
+    jax.clear_caches()  # or nothing is traced again
+    monkeypatch.setattr(models, "_traced", models._traced.__wrapped__)
+    monkeypatch.setattr(module, function, fault)
+
     with pytest.raises(AssertionError):
         test_what_is_communicated(of, tmp_path)
 

@@ -16,7 +16,7 @@ from jgpt.data.batches import batches
 from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.nn.stacking import unstack_blocks
 from jgpt.parallel.rules import Dimensions
-from jgpt.training.optimizer import clip_by_global_norm, make_optimizer, partition, trained_weights
+from jgpt.training.optimizer import make_optimizer, partition
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.step import make_train_steps
@@ -259,23 +259,6 @@ def test_muon_s_rate_has_the_schedule_s_shape():
     found = np.array(sizes) / sizes[3]  # which is the peak
     expected = np.array(rates(config, 10, range(10))) / 0.4
     np.testing.assert_allclose(found, expected, rtol=1e-3)
-
-
-def test_a_state_keeps_its_dtypes_and_owns_its_arrays():
-    """A step is a loop over states of one type, and is given state and weights to overwrite."""
-    averaging = make_optimizer(dataclasses.replace(CONFIG, ema_decay=0.5), 3)
-    weights = {"m": jnp.ones((2, 3), jnp.bfloat16), "v": jnp.ones(3)}
-    state = averaging.init(weights)
-
-    after = jax.eval_shape(averaging.update, weights, state, weights)
-
-    assert dtypes_of(after) == dtypes_of((weights, state))
-    for name, trained in trained_weights(weights, state).items():
-        assert trained.unsafe_buffer_pointer() != weights[name].unsafe_buffer_pointer()
-
-
-def dtypes_of(tree):
-    return jax.tree.map(lambda leaf: leaf.dtype, tree)
 
 
 def mine(config, steps):

@@ -1,13 +1,9 @@
 """What a plan says of a run before it starts, computed by hand."""
 
 import dataclasses
-import re
 import types
 from pathlib import Path
 from typing import Any
-
-import jax
-import pytest
 
 from jgpt import ModelConfig, TrainConfig
 from jgpt.data.dataset import load_dataset
@@ -23,9 +19,7 @@ from jgpt.training.placement import (
 )
 from jgpt.training.plan import make_plan
 from jgpt.training.state import abstract_state, state_specs
-from jgpt.words import format_bytes
 
-MIB = 1 << 20
 MODEL = ModelConfig(vocab_size=21, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
 BLOCK = 4 * 12 * 12 + 2 * 12 * 48
 HEAD = 12 * 21
@@ -82,35 +76,6 @@ def test_a_state_is_parameters_and_two_moments_of_each():
 
     assert bytes_of(state) == 4 * parameters + moments + counts
     assert bytes_of(narrow_state) == 2 * parameters + moments + counts
-
-
-def test_bytes_are_those_of_arrays_and_of_what_is_not_made_yet():
-    planned = jax.ShapeDtypeStruct((2, 3), "int8")
-    made = jax.numpy.zeros(5)
-
-    assert bytes_of({"a": planned, "b": made}) == 6 + 20
-
-
-def test_memory_is_said_in_units_that_people_read():
-    said = str(TrainingMemory(state=934 * MIB, working=603 * MIB // 2))
-    assert re.findall(r"[\d.,]+ \wiB", said) == ["1.2 GiB", "934.0 MiB", "301.5 MiB"]
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        (0, "0 bytes"),
-        (1023, "1,023 bytes"),
-        (1024, "1.0 KiB"),
-        (1536 * 1024, "1.5 MiB"),
-        (2**40 - 1, "1,024.0 GiB"),
-        (1098638489 * MIB, "1.0 PiB"),
-        (2**60, "1.0 EiB"),
-        (2**72, "4,096.0 EiB"),
-    ],
-)
-def test_a_size_has_the_largest_unit_that_it_reaches(size, said):
-    assert format_bytes(size) == said
 
 
 def test_a_mesh_shards_the_state_and_says_what_it_cannot():

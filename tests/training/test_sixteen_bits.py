@@ -14,10 +14,8 @@ from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn.layers import look_up
 from jgpt.nn.loss import cross_entropy_from
-from jgpt.nn.models import abstract_model
-from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.training.optimizer import make_optimizer, trained_weights
-from jgpt.training.state import abstract_state, dropout_stream, init_state
+from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.step import make_eval_step, make_train_steps
 
 TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
@@ -170,19 +168,6 @@ def test_embeddings_are_widened_before_they_are_added():
     assert np.abs(expected - rounded).max() > 0
 
 
-def test_n_grams_are_summed_in_float32():
-    config = dataclasses.replace(CONFIG.model, ngram_sizes=(2, 3, 4), ngram_rows=64)
-    ngrams = NGramEmbedding(config, rngs=nnx.Rngs(0))
-    tokens = jnp.array([[3, 1, 4, 1, 5]])
-    table = np.asarray(ngrams.table.embedding[...], np.float32)
-    rows = np.asarray(ngrams.rows(tokens))
-
-    found = ngrams(tokens)
-
-    expected = table[rows].sum(axis=-2)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
-
-
 def test_a_row_s_gradients_are_summed_in_float32():
     """Of a token that occurs a thousand times: in bfloat16 256 + 1 is 256."""
     table = jnp.ones((2, 3), jnp.bfloat16)
@@ -209,22 +194,3 @@ def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
     assert chunked.dtype == head.dtype
     tolerance = 2e-3 * np.abs(whole).max()
     np.testing.assert_allclose(np.asarray(chunked, np.float64), whole, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_state_is_of_one_type_throughout(scan, ema_decay):
-    model: Any = dataclasses.replace(CONFIG.model, num_layers=2, scan_layers=scan)
-    optimizer = dataclasses.replace(CONFIG.optimizer, optimizer="muon", ema_decay=ema_decay)
-    config = dataclasses.replace(CONFIG, model=model, optimizer=optimizer)
-    state = abstract_state(config)
-    windows = jax.ShapeDtypeStruct((2, 5, 7), jnp.int32)
-    steps = make_train_steps(config)
-
-    after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 2, 0)
-
-    # a state of another type after a step would compile the step once more
-    assert after == state
-    assert metrics.loss.dtype == metrics.gradient_norm.dtype == jnp.float32
-    parameters = nnx.state(abstract_model(model), nnx.Param)
-    assert dtypes_of(parameters) == {jnp.dtype("bfloat16")}

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jgpt.data.batches import batches, evaluation_windows
 from jgpt.nn.models import weight_dimensions
-from jgpt.nn.stacking import STACKED, stack_blocks, stack_specs, unstack_blocks
-from jgpt.parallel.mesh import make_mesh, use_mesh
+from jgpt.nn.stacking import STACKED, stack_blocks, unstack_blocks
+from jgpt.parallel.mesh import use_mesh
 from jgpt.training import optimizer
 from jgpt.training.optimizer import make_optimizer
-from jgpt.training.state import abstract_state, dropout_stream, init_state, state_specs
+from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
@@ -118,33 +117,6 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     unstacked_weights, _ = again
     for number, block in enumerate(unstacked_weights["blocks"].values()):
         assert int(block["a"]["b"][0, 0]) == number
-
-
-def test_specs_are_stacked_with_a_whole_first_axis():
-    block = {"a": P("fsdp", None)}
-    specs = {"blocks": {0: block, 1: block}, "head": P("tensor")}
-
-    stacked = stack_specs(specs)
-
-    expected = {"stacked": {"a": P(None, "fsdp", None)}}
-    assert stacked == {"blocks": expected, "head": P("tensor")}
-
-
-@pytest.mark.slow
-def test_the_stack_s_own_axis_is_whole():
-    looped = config_of("lecture", "adamw")
-    config = with_layers(looped, scan=True)
-    with jax.set_mesh(make_mesh("fsdp=2,tensor=4")):
-        state = init_state(config)
-
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
-        assert specs == state_specs(config)
-
-    moments = state["optimizer"][1][0].mu
-    for weights in (state["model"], moments):
-        kernel = weights["blocks"]["stacked"]["feed_forward"]["expansion"]["kernel"]
-        for shard in kernel.addressable_shards:
-            assert shard.data.shape == (LAYERS, 24, 14)
 
 
 @pytest.mark.parametrize(

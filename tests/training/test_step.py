@@ -176,17 +176,6 @@ def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     assert metrics.loss[0] != other_metrics.loss[0]
 
 
-def test_an_abstract_state_describes_the_state(initial):
-    def describe(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-    described = jax.tree.map(describe, initial())
-    abstract = abstract_state(CONFIG)
-
-    assert jax.tree.structure(abstract) == jax.tree.structure(described)
-    assert jax.tree.leaves(abstract) == jax.tree.leaves(described)
-
-
 @pytest.mark.parametrize("architecture", ["gpt", "bigram"])
 def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
     model_config = dataclasses.replace(CONFIG.model, architecture=architecture)
@@ -303,29 +292,6 @@ def test_rematerialised_blocks_keep_less_for_the_backward_pass(scan):
         return bytes_of(jax.eval_shape(backward_pass, weights))
 
     assert saved_bytes(remat=True) < saved_bytes() / 2
-
-
-@pytest.mark.parametrize(
-    ("dtype", "param_dtype"),
-    [("bfloat16", "float32"), ("float64", "float32")],  # float64 alone: tests/parity
-)
-def test_every_dtype_is_kept_in_training_and_evaluation(dtype, param_dtype):
-    model_config = dataclasses.replace(CONFIG.model, dtype=dtype, param_dtype=param_dtype)
-    config = dataclasses.replace(CONFIG, model=model_config)
-    wide = "float64" if dtype == "float64" else "float32"
-    windows = jax.ShapeDtypeStruct((7, 5, 7), jnp.int32)
-    counts = jax.ShapeDtypeStruct((7, 5, 6), bool)
-
-    with jax.enable_x64(dtype == "float64"):
-        state = abstract_state(config)
-        steps = make_train_steps(config)
-        after, metrics = jax.eval_shape(steps, state, windows, dropout_stream(0), 7, 0)
-        total = jax.eval_shape(make_eval_step(model_config), state["model"], windows, counts)
-
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(after["model"])}
-        assert dtypes == {jnp.dtype(param_dtype)}
-        assert after == state
-        assert metrics.loss.dtype == total.dtype == wide
 
 
 def test_many_seeds_are_trained_in_one_program(train_steps):
