@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -17,7 +16,6 @@ from jgpt import GPT, BigramLM, DataConfig, ModelConfig, OptimizerConfig, TrainC
 from jgpt.fields import UnknownField, from_json, to_json
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
-from jgpt.words import did_you_mean
 from tests.quick import only
 
 
@@ -25,28 +23,16 @@ from tests.quick import only
     ("kind", "fields", "word"),
     [
         (ModelConfig, {"embed_dim": 30}, "`embed_dim=30` must be divisible by `num_heads=4`"),
-        (ModelConfig, {"vocab_size": 2.5}, "`vocab_size` must be an integer, not 2.5"),
         (ModelConfig, {"dtype": "float8"}, "one of auto, float16, bfloat16"),
-        (ModelConfig, {"hidden_dim": "7"}, "`hidden_dim` must be an integer or None, not '7'"),
-        (ModelConfig, {"ngram_sizes": [2]}, "must be a tuple, each item an integer, not [2]"),
         (ModelConfig, {"ngram_sizes": (7,), "block_size": 6}, "`ngram_sizes=(7,)`"),
-        (ModelConfig, {"head_bias": True}, "`tie_embeddings=False`"),
         (ModelConfig, {"qk_norm_scale": True}, "`qk_norm=True`"),
-        (ModelConfig, {"num_kv_heads": 8}, "`num_kv_heads=8`"),
         (ModelConfig, {"positions": "rotary", "embed_dim": 20}, "`num_heads=4` is 5"),
-        (ModelConfig, {"embed_dim": np.int64(8)}, "np.int64(8): its item() is one"),
         (OptimizerConfig, {"min_learning_rate": 0.5}, "`min_learning_rate=0.5` is above"),
-        (DataConfig, {"data": ()}, "name a corpus"),
-        (DataConfig, {"bpe_vocab_size": 256}, "at least 257"),
         (DataConfig, {"validation_fraction": 0.7, "test_fraction": 0.3}, "leave no text for"),
         (DataConfig, {"tokenizer": "gpt2"}, "`tokenizer_files`"),
         (TrainConfig, {"batch_size": 10, "micro_batches": 4}, "divisible by `micro_batches=4`"),
-        (TrainConfig, {"seed": 2**32}, "below 2**32"),
         (TrainConfig, {"name": "a/b"}, "`name='a/b'` must be a plain folder name"),
-        (TrainConfig, {"model": OptimizerConfig()}, "`model` must be a ModelConfig, not Optim"),
-        (TrainConfig, {"trackers": ("wandb", "x")}, "each item one of tensorboard, wandb, not"),
         (TrainConfig, {"mesh": "data=2,datta=2"}, "the axes data, fsdp and tensor"),
-        (TrainConfig, {"mesh": "data=2,data=2"}, "at most once"),
         (TrainConfig, {"mesh": "data=2,fsdp=4", "batch_size": 20}, "divide `batch_size=20`: give"),
     ],
 )
@@ -94,28 +80,9 @@ def test_a_number_out_of_bounds_is_rejected_by_name():
                     KIND_OF[name](**{name: value})
 
 
-def test_what_is_odd_and_fine():
-    ModelConfig(embed_dim=20)  # heads of an odd size, where nothing turns them
-    ModelConfig(num_kv_heads=4)
-    ModelConfig(num_kv_heads=1, positions="rotary")
-    OptimizerConfig(schedule="constant", min_learning_rate=0.5)
-    OptimizerConfig(decay_fraction=0.0)
-    TrainConfig(eval_tokens=None, micro_batches=12, mesh="data=4")
-    # the limits themselves
-    ModelConfig(ngram_sizes=(2, 8), block_size=8)
-    DataConfig(bpe_vocab_size=257)
-    TrainConfig(seed=2**32 - 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "meant"),
-    [
-        (ModelConfig, "n_layer", "num_layers"),
-        (ModelConfig, "n_embd", "embed_dim"),
-        (ModelConfig, "blok_size", "block_size"),
-        (TrainConfig, "max_iters", "steps"),
-        (OptimizerConfig, "lr", "learning_rate"),
-    ],
+    [(ModelConfig, "n_layer", "num_layers"), (ModelConfig, "blok_size", "block_size")],
 )
 def test_an_unknown_field_gets_a_suggestion(kind, name, meant):
     message = f"{kind.__name__} has no field {name!r} (did you mean {meant!r}?)"
@@ -158,23 +125,13 @@ def test_any_config_survives_json_exactly(model, learning_rate, sources, out, se
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "line 1 column 2"),
         ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
-        ('{"model": {"embed": 8}}', "ModelConfig has no field 'embed' (did you mean 'embed_dim'?)"),
         ('{"steps": "many"}', "`steps` must be an integer, not 'many'"),
-        ('{"dataset": {"data": [["a"]]}}', "`data` must be a tuple, each item a string"),
     ],
 )
 def test_a_mistake_in_json_is_named(text, word):
     with pytest.raises(ValueError, match=re.escape(word)):
         from_json(TrainConfig, text)
-
-
-def test_an_unknown_preset_gets_a_suggestion_and_the_list():
-    with pytest.raises(ValueError, match=r"'nanogpt-cpo' \(did you mean 'nanogpt-cpu'\?\)") as it:
-        preset("nanogpt-cpo")
-    assert all(name in str(it.value) for name in PRESETS)
-    assert did_you_mean("zebra", PRESETS) == ""
 
 
 # counted by hand: the published models' sizes, and nanoGPT's and the lecture's own printouts

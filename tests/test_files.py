@@ -6,13 +6,11 @@ import signal
 import stat
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jgpt import files
-from jgpt.files import append, new_directory, sync_directory, write_file
+from jgpt.files import append, new_directory, write_file
 
 
 def names(directory):
@@ -160,38 +158,3 @@ def test_what_an_interrupted_process_left_is_continued_for_the_same_content_alon
     with pytest.raises(ValueError, match="wrong"):
         fill(tmp_path / "next", "two", ValueError("wrong"))
     assert names(tmp_path) == ["out", "out/half of one"]
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
-def test_where_folders_can_t_be_synced_files_still_are(tmp_path, monkeypatch, code):
-    fsync = os.fsync
-    synced = []
-
-    def of_files_alone(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(code, os.strerror(code))
-        synced.append(descriptor)
-        fsync(descriptor)
-
-    monkeypatch.setattr(files.os, "fsync", of_files_alone)
-    if code == errno.EIO:  # the disk is broken
-        with pytest.raises(OSError, match=os.strerror(code)):
-            sync_directory(tmp_path)
-        return
-    write_file(tmp_path / "file", "text")
-    with new_directory(tmp_path / "deep" / "out", "0123abcd") as partial:
-        (partial / "file").touch()
-
-    assert len(synced) == 2
-    assert names(tmp_path) == ["deep", "deep/out", "deep/out/file", "file"]
-
-
-def test_a_file_on_a_read_only_file_system_is_named_as_the_user_did(tmp_path, monkeypatch):
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "x.html.29ae6c32.partial")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-
-    with pytest.raises(OSError, match=r"x\.html can't be written: Read-only file system$"):
-        write_file(tmp_path / "x.html", "page")

@@ -9,7 +9,6 @@ import pytest
 
 from jgpt.machine import (
     Platform,
-    accelerators,
     current_platform,
     describe_unused_gpu,
     memory_in_use,
@@ -36,14 +35,6 @@ def test_only_cuda_gpus_have_a_cuda_capability(
     monkeypatch.setattr("jax.default_backend", lambda: platform)
 
     assert current_platform() == expected
-
-
-def test_only_accelerators_are_all_trained_on(monkeypatch):
-    monkeypatch.setattr("jax.devices", lambda: [None] * 8)
-    monkeypatch.setattr("jax.default_backend", lambda: "cpu")
-    assert accelerators() == 1  # whose cores they would share
-    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
-    assert accelerators() == 8
 
 
 def test_memory_is_the_device_s_if_it_says_so(monkeypatch):

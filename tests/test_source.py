@@ -222,9 +222,7 @@ def test_what_traces_the_thread_stays_and_is_named():
     ("function", "array", "message"),
     [
         (len, "float32[b]", "no line sets an array"),
-        (mixed, "float32[b t?]", "is not an array such as"),
         (mixed, "float32[3-b]", "3-b is -98 for b=101"),
-        (mixed, "float99[b]", "is not an array such as"),
         (lambda x: x, "float32[b]", "no line sets an array"),
     ],
 )
@@ -332,32 +330,11 @@ def test_the_command_has_its_source_as_json():
     assert found["error"] is None
 
 
-@pytest.mark.parametrize(
-    ("option", "name", "line", "shapes"),
-    [
-        pytest.param(
-            "--train",
-            "gradients_of",
-            "loss, gradients, metrics = ",
-            "loss: float32[]; gradients: 19 arrays",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "--train",
-            "Block.__call__",
-            "x = x + attended",
-            "x: float32[b t 32]",
-            marks=pytest.mark.slow,
-        ),
-        ("--decode", "Block.__call__", "x = x + attended", "x: float32[b 1 32]"),
-    ],
-)
-def test_the_source_of_a_step(option, name, line, shapes):
-    said = worked("shapes", "tiny", option, "--source", "--of", name)
+def test_the_source_of_a_step():
+    said = worked("shapes", "tiny", "--decode", "--source", "--of", "Block.__call__")
     margins = [each.partition(" | ") for each in said.splitlines()]
-    assert [margin for code, _, margin in margins if code.strip().startswith(line) and margin] == [
-        shapes
-    ]
+    found = [margin for code, _, margin in margins if code.strip().startswith("x = x + attended")]
+    assert found == ["x: float32[b 1 32]"]
 
 
 def test_a_model_that_fails_ends_with_its_error(tmp_path):
@@ -432,11 +409,7 @@ def test_a_function_of_a_file_is_traced_with_arrays_of_text(my_file):
     ("words", "message"),
     [
         (("project", "f32[b t", "f32[b]"), "'f32[b t' is not an array such as 'float32[b t 8]'"),
-        (("project", "f99[b t]", "f32[b]"), "'f99[b t]' is not an array such as"),
-        (("project", "f32[b ?]", "f32[b]"), "'f32[b ?]' is not an array such as"),
         (("project", "f32[b]"), "missing a required argument: 'kernel'"),
-        (("project", "f32[b]", "f32[b]", "f32[b]"), "too many positional arguments"),
-        (("project",), "write each argument of"),
         (("projekt", "f32[b]"), "has no function or class 'projekt' (did you mean 'project'?)"),
     ],
 )

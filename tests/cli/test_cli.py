@@ -24,7 +24,6 @@ from jgpt.runs.fit import TrainingStopped
 from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
-from tests.quick import only
 from tests.runs.harness import contents
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
@@ -85,10 +84,7 @@ def folder(run, text_file, tmp_path) -> Path:
     return tmp_path
 
 
-REJECTED = cases_of("refusals.txt")
-
-
-@pytest.mark.parametrize(("line", "expected"), only(REJECTED[::2], REJECTED))
+@pytest.mark.parametrize(("line", "expected"), cases_of("refusals.txt"))
 def test_a_rejection_is_one_line_and_changes_nothing(line, expected, run, folder):
     """One of each kind, and one for each way from where it is raised to the terminal."""
     before = contents(folder), contents(run)

@@ -3,38 +3,23 @@
 import dataclasses
 import json
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import jax
 import pytest
 
-from jgpt import TrainConfig
 from jgpt.cli import main
-from jgpt.cli.commands.info import info
-from jgpt.cli.report import describe, describe_ahead
+from jgpt.cli.report import describe_ahead
 from jgpt.generation.text import stream_text
 from jgpt.parallel.mesh import current_mesh
 from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
 from jgpt.training.ahead import CHIPS, CompiledStep
 from jgpt.training.memory import TrainingMemory
-from jgpt.training.plan import Plan
 from tests.commands import worked
 
 MIB = 1 << 20
 
 
-PLAN = Plan(
-    TrainConfig(name="a"),
-    Path("out"),
-    training_tokens=1_000_000,
-    validation_tokens=111_111,
-    parameters=812_345,
-    memory=TrainingMemory(state=5 * MIB, working=7 * MIB),
-    flops=123_456_789_000,
-    evaluation_targets=111_110,
-)
 STEP = CompiledStep(
     on="v5e:2x4",
     chip=CHIPS["v5e"],
@@ -47,37 +32,6 @@ STEP = CompiledStep(
     compute_seconds=0.001,
     memory_seconds=0.002,
 )
-TOO_LARGE = {"fits": False, "micro_batches": 3}
-DESCRIBED = {
-    "info gpt2": lambda: info("gpt2"),
-    "info nanogpt-cpu on a mesh": lambda: info("nanogpt-cpu", mesh="fsdp=4,tensor=3"),
-    "a plan": lambda: describe(PLAN),
-    "a plan on a mesh, in micro-batches": lambda: describe(
-        replace(
-            PLAN,
-            config=TrainConfig(micro_batches=3, mesh="tensor=3"),
-            memory=None,
-            evaluation_targets=19_200,
-        )
-    ),
-    "a compiled step": lambda: describe_ahead(STEP),
-    "one that does not fit": lambda: describe_ahead(replace(STEP, **TOO_LARGE)),
-}
-EXPECTED = (Path(__file__).parent / "described.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("title", DESCRIBED)
-def test_a_description_is_as_it_was(title, monkeypatch):
-    def memory(config):  # 32 sequences at once are half a MiB, and 48 more than there is
-        rows = config.batch_size // config.micro_batches
-        return TrainingMemory(state=3 * MIB, working=rows * MIB // 64)
-
-    monkeypatch.setattr("jgpt.training.memory.training_memory", memory)
-    monkeypatch.setattr("jgpt.training.plan.training_memory", memory)
-    monkeypatch.setattr("jgpt.machine.host_memory", lambda: 7 * MIB)
-    _, _, rest = EXPECTED.partition(f"=== {title}\n")
-
-    assert DESCRIBED[title]() == rest.partition("\n\n")[0].splitlines()
 
 
 def test_eval_prints_what_was_measured(trained):

@@ -126,7 +126,6 @@ def test_the_help_of_train_shows_what_people_change():
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("notes", "no preset; to train on a text: jgpt train --data notes"),
         ("shakespeare", "no preset; to train on a text: jgpt train --data shakespeare"),
         (
             "runs/a b",
@@ -148,10 +147,6 @@ def test_a_run_or_a_text_where_a_preset_stands_is_answered_with_the_right_comman
     ("command", "flag", "meant"),
     [
         ("train", "--gradient_accumulation_steps", "--micro-batches"),
-        ("train", "-o", "--out"),
-        ("train", "--precision", "--dtype"),
-        ("train", "--wandb_log", "--trackers"),
-        ("train", "--init_from", "--initial"),
         ("train", "--vocab_size", "--bpe-vocab-size"),
         ("sample", "--start", "--prompt"),
     ],

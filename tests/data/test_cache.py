@@ -168,16 +168,6 @@ def test_a_full_disk_is_named_with_the_folder_and_leaves_nothing(text, user_cach
     assert folders(user_cache) == []
 
 
-def test_a_text_that_changes_while_it_is_read_is_an_error(text, user_cache):
-    def change(fraction):
-        if fraction == 0.5:
-            text.write_text("def " * 30_000)
-
-    with pytest.raises(ValueError, match=r"text\.txt changed while it was read: start again"):
-        load_dataset(DataConfig((str(text),)), 8, progress=change)
-    assert folders(user_cache) == []
-
-
 CODE = """
 import sys, time, platformdirs
 platformdirs.user_cache_dir = lambda *_: sys.argv[2]

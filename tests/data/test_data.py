@@ -169,15 +169,6 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     assert count_characters(without_first_byte, ByteTokenizer()) == 1
 
 
-def test_a_given_tokenizer_is_used_and_may_not_fit(tmp_path):
-    config = write(tmp_path, "abcabcabca" * 3)
-    dataset = load_dataset(config, 1, tokenizer=CharTokenizer("abcd"))
-
-    assert dataset.tokenizer.vocab_size == 4
-    with pytest.raises(ValueError, match="unknown character 'c' at position 2"):
-        load_dataset(config, 1, tokenizer=CharTokenizer("ab"))
-
-
 @pytest.fixture
 def prepared(tmp_path):
     """A prepared text of 300 characters, in few of them."""

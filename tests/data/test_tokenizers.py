@@ -103,17 +103,6 @@ def test_an_unknown_character_is_named_with_its_place_and_the_vocabulary():
             tokenizer.encode("d" + unknown)
 
 
-def test_a_token_outside_the_vocabulary_is_named_with_its_place(byte_pairs):
-    for tokenizer in (CharTokenizer("abc"), ByteTokenizer(), byte_pairs):
-        size = tokenizer.vocab_size
-        for outside in (-1, size):
-            message = f"token {outside} at position 2 is outside the vocabulary of {size}"
-            with pytest.raises(ValueError, match=message):
-                tokenizer.decode([0, 2, outside])
-        with pytest.raises(ValueError, match="at position 1"):
-            tokenizer.decode(np.array([0, size]))
-
-
 def from_hf(byte_pairs, **changes) -> BPETokenizer:
     """The tokenizer of a `tokenizer.json` with other parts."""
     values = json.loads(byte_pairs.to_json())["tokenizer"]
@@ -222,22 +211,6 @@ def test_gpt2_s_tokens_are_those_of_transformers_before_and_after_saving(data_di
     assert saved.encode(contractions) == ours.encode(contractions).tolist()
     assert ours.encode(special).tolist().count(50256) == 2
     assert same_tokens(ours, again, special)
-
-
-def test_gpt2_s_files_are_read_under_both_names(tmp_path):
-    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
-    tokenizer = BPETokenizer.from_gpt2(tmp_path)
-    assert tokenizer.encode("abcab").tolist() == [4, 3]
-
-    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
-    with pytest.raises(FileNotFoundError, match=r"has neither encoder\.json"):
-        BPETokenizer.from_gpt2(tmp_path)
-
-    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
-    tokenizer = BPETokenizer.from_gpt2(str(tmp_path))
-    assert tokenizer.encode("abc").tolist() == [4]
 
 
 def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs):

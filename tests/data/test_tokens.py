@@ -20,12 +20,6 @@ def digest(tokens) -> str:
     return hashlib.sha256(np.asarray(tokens).astype("<u4").tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("word", ["128", "-1", "1.5", "x", "1_0", "٣", "9" * 99])
-def test_a_word_that_is_no_token_is_named(word):
-    with pytest.raises(ValueError, match=r"word 2 of the text, .* is not a token: the tokens are"):
-        NumberTokenizer(128).encode(f"7 {word}")
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64", ">i2"])
 def test_a_npy_file_says_its_dtype(tmp_path, dtype):
     np.save(tmp_path / "notes.npy", NOTES.astype(dtype))
@@ -85,7 +79,6 @@ def test_llm_c_s_header_says_the_dtype_and_the_number_of_tokens(tmp_path):
     ("damage", "message"),
     [
         (lambda it: (it / "val.bin").write_bytes(b"\0" * 41), "has 41 bytes, which are no uint16"),
-        (lambda it: (it / "val.bin").write_bytes(b""), "has 0 bytes, which are no uint16 tokens"),
         (
             lambda it: np.arange(40, dtype=np.uint32).tofile(it / "val.bin"),
             "val.bin seems to have wider tokens than uint16, because every other one is 0: save ",
@@ -94,7 +87,6 @@ def test_llm_c_s_header_says_the_dtype_and_the_number_of_tokens(tmp_path):
             lambda it: np.full(9, 60, np.uint16).tofile(it / "train.bin"),
             "train.bin contains token 60, outside its tokenizer's vocabulary of 60: give the",
         ),
-        (lambda it: (it / "val.bin").unlink(), "val.bin"),
         (
             lambda it: (it / "tokenizer.json").unlink(),
             "has tokens without a tokenizer: put its tokenizer.json there, or give --tokenizer ",
@@ -115,10 +107,8 @@ def test_tokens_that_no_model_could_read_are_one_line(nanogpt, tmp_path, damage,
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (NOTES / 2, r"a.npy must be one row of whole numbers, not float64\[72\]"),
         (NOTES[None], r"a.npy must be one row of whole numbers, not int64\[1, 72\]"),
         (-NOTES, "a.npy contains token -72, outside its tokenizer's vocabulary"),
-        (np.array(["a"], object), "Python objects"),
     ],
 )
 def test_arrays_that_are_no_tokens_are_refused(tmp_path, array, message):
@@ -149,27 +139,12 @@ def test_a_dataset_from_tokens_is_split_like_a_text():
     assert dataset.tokenizer.vocab_size == 73
 
 
-def test_a_dataset_may_have_splits_of_its_own():
-    dataset = Dataset.from_tokens(NOTES, validation=NOTES[:9], test=NOTES[:7], vocab_size=128)
-    other = Dataset.from_tokens(NOTES, validation=NOTES[:9], test=NOTES[1:8], vocab_size=128)
-
-    assert dataset.train.tolist() == NOTES.tolist()
-    assert dataset.validation.tolist() == NOTES[:9].tolist()
-    assert dataset.test.tolist() == NOTES[:7].tolist()
-    assert dataset.tokenizer.vocab_size == 128
-    assert dataset.digest != other.digest
-
-
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([0.5, 1], {}, r"tokens must be one row of whole numbers, not float64\[2\]"),
         ([[1], [2, 3]], {}, "inhomogeneous"),
         ([1, -1], {}, "contains token -1, outside .* of 2"),
         ([1, 5], {"vocab_size": 5}, "contains token 5, outside .* of 5: give the tokenizer that"),
-        ([1, 9], {"tokenizer": NumberTokenizer(9)}, "outside .* of 9: give the tokenizer that"),
-        ([1, 5], {"tokenizer": "bpe"}, "must be an object with encode, decode and vocab_size"),
-        ([1, 5], {"test": [1]}, "give `validation` with `test`"),
     ],
 )
 def test_tokens_that_are_none_are_refused(tokens, options, message):

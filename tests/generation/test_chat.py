@@ -153,19 +153,6 @@ def test_old_messages_make_room_and_the_system_s_stays(asked):
     assert asked[-1]["tokens"] == asked[-2]["tokens"]
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(asked):
-    chat = make()
-    tokenizer = chat_tokenizer()
-
-    _, pieces = chat.reply("it")
-    next(pieces)  # the first of two
-    pieces.close()  # type: ignore[attr-defined]
-    said(chat, "is")
-
-    ending = f"{START}assistant\nhel{END}\n{START}user\nis{END}\n{START}assistant\n"
-    assert tokenizer.decode(asked[-1]["tokens"]).endswith(ending)
-
-
 def test_an_answer_ends_with_its_turn():
     """A bigram model that says "is" after a new line."""
     tokenizer = chat_tokenizer()

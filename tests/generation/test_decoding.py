@@ -14,7 +14,7 @@ from jgpt import GPT, generate
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.parallel.mesh import make_mesh
-from tests.models import FAMILIES, SIZES, compiled, loud, random_gpt, random_model, tokens_of
+from tests.models import FAMILIES, SIZES, compiled, loud, random_model, tokens_of
 from tests.quick import only
 
 VOCAB = SIZES["vocab_size"]
@@ -264,17 +264,11 @@ def test_calls_of_one_shape_compile_two_programs(name, count, caplog):
     ("options", "message"),
     [
         ({"max_new_tokens": -1}, "`max_new_tokens=-1` must be 0 or more"),
-        ({"max_new_tokens": 10**20}, r"`max_new_tokens=10+` must be 0 or more, below 2\*\*31"),
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "the prompt is empty"),
-        ({"prompt": jnp.zeros((0, 2), jnp.int32)}, "the prompt is empty"),
         ({"lengths": np.array([3, 0])}, "the prompt is empty"),
         (
             {"prompt": jnp.array([[3, VOCAB]])},
             "the prompt's token 17 at batch index 0, position 1 is outside the vocabulary of 17",
-        ),
-        (
-            {"prompt": jnp.array([[3, 4], [-1, 3]])},
-            "the prompt's token -1 at batch index 1, position 0 is outside the vocabulary of 17",
         ),
         (
             {"prompt": np.array([[3, 2**32]])},  # 0 as an int32
@@ -292,28 +286,6 @@ def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, mess
     full = np.full(arguments["prompt"].shape[0], arguments["prompt"].shape[1])
     with pytest.raises(ValueError, match=message):
         stream(model, **{"lengths": full} | arguments)
-
-
-def test_a_cache_is_not_below_what_the_model_computes_in():
-    exact = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1)
-    narrow = random_gpt("modern", block_size=BLOCK_SIZE, num_layers=1, dtype="bfloat16")
-    nnx.update(narrow, nnx.state(exact, nnx.Param))
-    row = jnp.array(ROWS[:1])
-
-    def narrow_and_exact(row):
-        return narrow(row)[:, -2:], exact(row)[:, -2:]
-
-    found = continued(narrow, ROWS[:1], (1, 1))(0)
-    rounded, expected = compiled(narrow_and_exact, row)
-
-    # on a CPU a narrow cache would be copied whenever it is written to
-    layer = narrow.empty_cache(2).layers[0]
-    assert layer.keys.dtype == jnp.float32
-    assert layer.values.dtype == jnp.float32
-    # the cache adds little to what the narrow products round
-    error = abs(found - expected).max()
-    rounding = abs(rounded - expected).max()
-    assert 0 < error < 1.5 * rounding
 
 
 def test_each_sampling_parameter_reaches_the_draw(windows):

@@ -83,15 +83,6 @@ def test_a_text_ends_before_the_stop_string_that_is_complete_first(text, stop, s
     assert said == expected
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
-    pieces = cut(b"xabxabc", 1)
-    wide = cut("né🙂".encode(), 1)
-
-    assert list(decoded(pieces, ("abc",))) == ["x", "abx"]
-    assert list(decoded(pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
-    assert list(decoded(wide, ("é!",))) == ["n", "é🙂"]
-
-
 def test_prompts_are_continued_side_by_side(model):
     prompts = ("a", "\nabcd", "")
 

@@ -21,24 +21,6 @@ NUM_HEADS = 3
 X = normal(1, BATCH, TIME, EMBED_DIM)
 
 
-@pytest.mark.parametrize("use_bias", [True, False])
-def test_a_head_has_the_biases_that_it_is_asked_for(use_bias):
-    head = Head(EMBED_DIM, 5, use_bias=use_bias, rngs=nnx.Rngs(0))
-    shifts = {"query": 0.5, "key": -2.0, "value": 3.0}
-    if use_bias:
-        for name, shift in shifts.items():
-            bias = getattr(head, name).bias
-            bias[...] = bias[...] + shift
-    else:
-        shifts = dict.fromkeys(shifts, 0.0)
-
-    query, key, value = (X @ getattr(head, name).kernel + shifts[name] for name in shifts)
-    expected = attend(query, key, value, causal_mask(TIME))
-
-    np.testing.assert_allclose(head(X), expected, rtol=1e-5, atol=1e-6)
-    assert len(jax.tree.leaves(nnx.state(head))) == 3 + 3 * use_bias
-
-
 def test_weights_by_hand():
     # affinities ln 1, ln 2, ln 5 after scaling by 4 ** -0.5: weights 1/8, 2/8, 5/8
     query = jnp.array([[2.0, 0.0, 0.0, 0.0]])

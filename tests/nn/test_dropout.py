@@ -57,21 +57,6 @@ EVERY = pytest.mark.parametrize("module", MODULES, ids=lambda module: type(modul
 X = normal(3, 2, 7, 6)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_drops_weights_before_heads_are_merged(window):
-    config = dataclasses.replace(CONFIG, attention_window=window)
-    module = jgpt.MultiHeadAttention(config, rngs=nnx.Rngs(0))
-    captured = jgpt.capture(module, "attend_windowed")
-
-    # compiled as one program each: eagerly, every operation is compiled alone
-    evaluate = jax.jit(lambda x: captured(x)["attend_windowed"])
-    train = jax.jit(lambda x: captured(x, rngs=rngs(1))["attend_windowed"])
-    whole = evaluate(X)
-    dropped = train(X)
-
-    assert not jnp.array_equal(whole, dropped)
-
-
 @EVERY
 def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     """After `train()` as before; without a rate, a key drops nothing."""
@@ -170,18 +155,3 @@ def test_training_drops_the_n_grams_of_whole_positions():
     np.testing.assert_allclose(again, ratio, atol=1e-6)
     other_is_kept = kept_ratio(4) > 0.5
     assert not np.array_equal(other_is_kept, is_kept)
-
-
-def test_each_place_drops_for_itself():
-    model = small_gpt(num_layers=2, dropout=RATE)
-    stream = rngs(4)
-
-    @nnx.jit
-    def forward(model, rngs):
-        return model(FIVE_TOKENS, rngs=rngs)
-
-    forward(model, stream)
-
-    # the embedding, and in each block the attention weights and two residual branches
-    places = 1 + 2 * 3
-    assert stream.dropout.count[...] == places

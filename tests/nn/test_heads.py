@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jgpt.nn import kernels
 from jgpt.nn.attention import attend
@@ -95,16 +94,3 @@ def test_a_cache_keeps_its_dtype(dtype):
     expected = jax.ShapeDtypeStruct((BATCH * KV_HEADS, PLACES, HEAD_DIM), dtype)
     assert keys == expected
     assert values == expected
-
-
-@pytest.mark.parametrize(
-    ("causal", "options"),
-    [(True, {"context": X[:, :3]}), (True, {"rngs": nnx.Rngs(dropout=0)}), (False, {})],
-    ids=["cross-attention", "training", "an encoder"],
-)
-def test_a_cache_is_for_self_attention_in_evaluation(causal, options):
-    module = make_heads(**MODERN, dropout=0.5, causal=causal)
-    cache = empty_cache(module)
-
-    with pytest.raises(ValueError, match="a KV cache needs causal self-attention without dropout"):
-        module(X, cache=cache, **options)

@@ -89,15 +89,6 @@ def test_zero_initialised_is_what_writes_into_the_residual_stream(tie_embeddings
     assert zero == expected
 
 
-@pytest.mark.parametrize("family", ["nanogpt", "modern"])
-def test_longer_inputs_than_the_block_are_rejected(family):
-    model = random_gpt(family)
-    tokens = tokens_of(0, time=BLOCK_SIZE + 1)
-
-    with pytest.raises(ValueError, match="12 tokens are more than `block_size=11`"):
-        model(tokens)
-
-
 # --- scan over the blocks ------------------------------------------------------------------------
 
 
@@ -230,11 +221,3 @@ def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached
         model(tokens[:, cached : cached + time], cache=cache)
 
     np.testing.assert_allclose(last, expected[:, -2:], rtol=1e-3, atol=1e-3)
-
-
-def test_a_scan_needs_blocks_that_are_alike():
-    model = random_gpt("gpt2", scan_layers=True)
-    model.blocks[1].attention.causal = False
-
-    with pytest.raises(ValueError, match="needs blocks that differ only in their weights"):
-        jax.eval_shape(model, tokens_of(1))

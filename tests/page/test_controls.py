@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import jgpt
-from jgpt.page.html import Page as ShownPage
 from jgpt.page.html import model_page
 from tests.browser import CHROMIUM, Page, shared_browser
 from tests.page.records import Changes, record_of
@@ -103,25 +101,3 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 
 def mean_loss(data):
     return -np.mean(data["next_log_probabilities"][-1])
-
-
-@pytest.mark.slow
-def test_a_page_in_a_notebook_computes(chromium, look, tmp_path):
-    shown = jgpt.look(look.model, TOKENIZER, "tra")
-    path = tmp_path / "notebook.html"
-    # A notebook's frame lets no one look inside, so the page says itself what it has computed.
-    report = """<script>
-    const told = setInterval(() => {
-      if (!data || !$("closeness").textContent) return;
-      clearInterval(told);
-      change({ prompt: "trac" }).then(() => parent.postMessage(data.text, "*"));
-    }, 20);
-    </script></body>"""
-    page = ShownPage(shown.html.replace("</body>", report))
-    chromium.errors.clear()
-    heard = "heard = new Promise(done => addEventListener('message', each => done(each.data)))"
-    path.write_text(f"<script>{heard}</script>{page._repr_html_()}")
-    chromium.open(path)
-
-    assert chromium.run("heard") == "trac"
-    assert chromium.errors == []

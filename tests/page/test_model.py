@@ -179,25 +179,6 @@ def test_a_text_is_written_on_with_the_tokens_of_generate(name):
 
 
 @needs_javascript
-def test_a_patch_takes_from_the_tokens_up_to_its_position():
-    look = look_of("default preset")
-    tokens: list[int] = list(TOKENS)
-    other = TOKENIZER.encode(OTHER).tolist()
-    changes = [{"patch": {"layer": 1, "position": 2, "tokens": other[:3]}}]
-    changes.append({"patch": {"layer": 1, "position": 2, "tokens": [*other, 1]}})
-    changes.append({"patch": {"layer": 1, "position": 2, "tokens": [*other[:2], 8]}})
-
-    requests = [{"tokens": tokens, "changes": each} for each in changes]
-    shorter, longer, different = records_of("default preset", *requests)
-
-    expected = record_of(look, tokens, changes=Changes(patch=(1, 2, OTHER)))
-    assert_same_record(shorter, expected)
-    assert_same_record(longer, expected)
-    with pytest.raises(AssertionError):
-        assert_same_record(different, expected)
-
-
-@needs_javascript
 @pytest.mark.parametrize("filters", [{"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}])
 def test_filters_leave_out_what_they_leave_out_in_python(filters):
     look = look_of("default preset")

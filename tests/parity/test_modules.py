@@ -15,10 +15,9 @@ import torch
 from flax import nnx
 
 import jgpt
-from tests.models import GROUPS, randomised, to_torch, weights_of
+from tests.models import randomised, to_torch, weights_of
 from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
-from tests.quick import only
 
 BATCH, TIME, KEYS, EMBED, HEADS = 2, 5, 13, 21, 3
 
@@ -59,60 +58,6 @@ def attention(dtype, causal=True, **options) -> tuple[Any, Any]:
         port = torch_gpt.Head(config, causal=causal)
     port.to(getattr(torch, dtype)).load_state_dict(tensors_of(module))
     return module, port
-
-
-HEAD = {"num_heads": 1, "head_dim": 8}
-MODERN = {"positions": "rotary", "qk_norm": True, "attention_scale": 0.7}
-WRONG = {"scale": 0.5}
-WRONG_MODERN = {**WRONG, "base": 100.0, "epsilon": 1e-4}
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({**HEAD, **MODERN, "qkv_bias": True}, WRONG_MODERN),
-        ({"qkv_bias": True}, WRONG),
-        pytest.param(
-            {**GROUPS, **MODERN, "qkv_bias": True, "use_bias": True},
-            WRONG_MODERN,
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("causal", only([True], [True, False]))
-def test_attention(options, wrong, causal, dtype):
-    module, port = attention(dtype, causal, **options)
-    x = inputs(dtype, TIME, seed=TIME, embed=module.embed_dim)
-    context = inputs(dtype, KEYS, seed=KEYS, embed=module.embed_dim)
-
-    def agrees_with_itself() -> bool:
-        return close(module(jnp.asarray(x)), port(torch.tensor(x)), dtype)
-
-    def agrees_across() -> bool:
-        found = module(jnp.asarray(x), jnp.asarray(context))
-        expected = port(torch.tensor(x), torch.tensor(context))
-        return close(found, expected, dtype)
-
-    assert agrees_with_itself()
-    assert agrees_across()
-
-    weights = np.asarray(module.weights(jnp.asarray(x)))
-    if isinstance(module, jgpt.Head):
-        weights = weights[:, None]
-    assert close(weights, port.weights(torch.tensor(x)), dtype)
-
-    port.causal = not causal
-    assert not agrees_with_itself()
-    assert agrees_across()  # where there is no future
-    port.causal = causal
-
-    for attribute, value in wrong.items():
-        right = getattr(port, attribute)
-        setattr(port, attribute, value)
-        assert not agrees_with_itself(), attribute
-        assert not agrees_across(), attribute
-        setattr(port, attribute, right)
 
 
 def packed_weights(reference: torch.nn.MultiheadAttention) -> dict[str, Any]:

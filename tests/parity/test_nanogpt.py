@@ -108,9 +108,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"model": 3}, "not a nanoGPT checkpoint"),
         ({"model_args": {}}, "it has no vocab_size, block_size, n_layer, n_head, n_embd"),
-        ({"model_args": {**SIZES, "n_head": 4}}, "`embed_dim=21` must be divisible by"),
         (
             {"model_args": {**SIZES, "vocab_size": 19, "bias": False}},
             r"wte.weight has shape \[17, 21\], not \[19, 21\]",
@@ -129,15 +127,4 @@ def test_a_model_that_diverged_is_refused_by_its_first_tensor(tmp_path):
     tensors = {"transformer.wte.weight": table, "lm_head.weight": table}
     write(tmp_path / "ckpt.pt", tensors=tensors)
     with pytest.raises(ValueError, match=r"ckpt\.pt: wte\.weight has NaN or infinity"):
-        load_nanogpt(tmp_path / "ckpt.pt")
-
-
-def test_a_file_that_is_none(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load_nanogpt(tmp_path / "ckpt.pt")
-    (tmp_path / "ckpt.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
-    with pytest.raises(ValueError, match="Git LFS"):
-        load_nanogpt(tmp_path / "ckpt.pt")
-    (tmp_path / "ckpt.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
-    with pytest.raises(ValueError, match="not a nanoGPT checkpoint"):
         load_nanogpt(tmp_path / "ckpt.pt")

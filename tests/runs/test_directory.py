@@ -9,7 +9,7 @@ from jgpt import CharTokenizer
 from jgpt.config import TrainConfig
 from jgpt.fields import to_json
 from jgpt.files import append
-from jgpt.runs.directory import RunDirectory, run_and_step
+from jgpt.runs.directory import RunDirectory
 from jgpt.runs.run import cut
 
 
@@ -54,14 +54,6 @@ def test_a_path_that_is_no_run_s_is_not_opened(path, reason, tmp_path, monkeypat
 
     with pytest.raises(FileNotFoundError, match=f"{re.escape(reason)}$"):
         RunDirectory.open(path)
-
-
-def test_a_word_names_a_run_and_a_step(tmp_path):
-    assert run_and_step("r@40") == (tmp_path.joinpath("r").relative_to(tmp_path), 40)
-    assert run_and_step("r@best")[1] is None
-    odd = tmp_path / "r@40"
-    odd.mkdir()  # a folder of this name is meant
-    assert run_and_step(odd) == (odd, None)
 
 
 def test_the_latest_run_is_the_one_that_was_saved_last(tmp_path, monkeypatch):

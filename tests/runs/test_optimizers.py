@@ -14,7 +14,6 @@ import pytest
 import jgpt
 from jgpt.runs.fit import TrainingStopped
 from jgpt.training.optimizer import evaluated_weights, make_optimizer
-from tests.commands import jgpt as command
 from tests.runs.harness import path_of, stopping
 
 
@@ -95,45 +94,6 @@ def test_an_optimizer_trains_and_is_resumed_bitwise(name, run_of, config, tmp_pa
     assert run.validation_loss == resumed.validation_loss
 
 
-def scaled(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    return optax.scale(-config.learning_rate)  # whose state is empty
-
-
-def noisy(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        now, later = jax.random.split(state)
-        rate = config.learning_rate * jax.random.uniform(now)
-        return jax.tree.map(lambda leaf: -rate * leaf, updates), later
-
-    return optax.GradientTransformation(lambda params: jax.random.key(3), update)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [scaled, noisy])
-def test_a_state_of_one_array_or_none_is_saved_and_resumed_bitwise(make, config, tmp_path):
-    run = jgpt.fit(config, optimizer=make, progress=None)
-
-    resumed = stopped_and_resumed(config, make, tmp_path)
-
-    losses = run.metrics["loss"]
-    assert losses[-1] != losses[0]
-    np.testing.assert_array_equal(losses, resumed.metrics["loss"])
-    assert run.validation_loss == resumed.validation_loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MAKES)
-def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
-    """None of them has a rate that depends on the number of steps."""
-    run = run_of(name)
-    sharded = dataclasses.replace(config, mesh="data=4,fsdp=2", steps=3)
-
-    sharded_run = jgpt.fit(sharded, optimizer=MAKES[name], progress=None)
-
-    losses = run.metrics["loss"][:3]
-    np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)
-
-
 def doubled(tree: Any) -> Any:
     """The gradients of the sum of squares."""
     return jax.tree.map(lambda leaf: 2 * leaf, tree)
@@ -211,32 +171,3 @@ def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
     step, _ = narrow.update(gradients, narrow.init(weights), weights)
     half, _ = wide.update(gradients, wide.init(weights), weights)
     np.testing.assert_allclose(step["a"], 2 * half["a"], rtol=1e-6)
-
-
-FILE = """
-import dataclasses
-import functools
-import jgpt
-import optax
-
-
-@dataclasses.dataclass(frozen=True)
-class WidthConfig(jgpt.OptimizerConfig):
-    base_width: int = 4
-
-
-def mup(config: WidthConfig, steps: int, model: jgpt.ModelConfig):
-    return optax.adam(config.learning_rate * config.base_width / model.embed_dim)
-"""
-
-
-def test_a_field_of_the_optimizer_is_an_option(tmp_path, poem):
-    (tmp_path / "my.py").write_text(FILE)
-    sizes = ("--block-size", "7", "--num-layers", "1", "--embed-dim", "12", "--num-heads", "2")
-    given = ("--data", poem, *sizes, "--steps", "1", "--sample-tokens", "0", "--out", "r")
-    own = ("--optimizer", "my.py:mup", "--base-width", "6")
-    done = command("train", "tiny", *given, *own, cwd=tmp_path)
-
-    assert done.code == 0, done.stderr
-    recorded = jgpt.load(tmp_path / "r").config.optimizer.make
-    assert dict(recorded.fields) == {"base_width": 6}  # type: ignore[union-attr]

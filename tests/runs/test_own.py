@@ -17,7 +17,6 @@ from flax import nnx
 import jgpt
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
-from jgpt.generation.text import stream_text
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.nn.models import create_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh
@@ -175,10 +174,6 @@ def maker_of(**attributes):
     return lambda config, *, rngs: kind()
 
 
-def make_no_module(config, *, rngs):
-    return {}
-
-
 WHOLE = {"vocab_size": 11, "block_size": 64, "hidden": 1, "logits": 1}
 
 
@@ -191,10 +186,8 @@ def make_with_dropout(config, *, rngs):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (maker_of(), "lacks vocab_size, block_size, hidden, logits, which"),
         (maker_of(vocab_size=11, block_size=64, logits=1), "a Mine lacks hidden, which"),
         (maker_of(**WHOLE | {"vocab_size": 9}), "Mine.vocab_size is 9, not the config's 11"),
-        (make_no_module, "a dict lacks vocab_size, block_size, hidden, logits, __call__"),
         (make_with_dropout, "a Mine holds RngCount, RngKey: `fit` trains nnx.Param alone"),
     ],
     ids=["all", "one", "vocabulary", "module", "random numbers"],
@@ -237,24 +230,6 @@ def test_a_model_without_a_cache_generates_as_it_predicts(sums):
         assert len(set(written[start:])) > 1  # a place off would be seen
 
 
-def test_the_natural_session(sums):
-    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
-    tokens = tokenizer.encode("bad")[None]
-    key = jax.random.key(4)
-
-    out = jgpt.generate(sums, tokens, 9, key=key)
-
-    of_jax_tokens = jgpt.generate(sums, jnp.asarray(tokens), 9, key=key)
-    np.testing.assert_array_equal(out, of_jax_tokens)
-    text = tokenizer.decode(out[0])
-    assert text[:3] == "bad"
-    written = text[3:]
-    assert jgpt.generate_text(sums, tokenizer, "bad", 9, key=key) == written
-    assert jgpt.generate_text(sums, tokenizer, ("bad",), 9, key=key) == (written,)
-    pieces = stream_text(sums, tokenizer, "bad", 9, key=key, stop=text[5])
-    assert "".join(pieces) == text[3:5]
-
-
 def test_a_model_from_a_loop_of_ones_own_becomes_a_run(sums, tmp_path):
     tokenizer = jgpt.CharTokenizer("\n abcdefghi")
     config = SumsConfig(vocab_size=11, block_size=7, rank=3)
@@ -280,22 +255,6 @@ def template(tmp_path_factory):
     path = tmp_path_factory.mktemp("new") / "my_gpt.py"
     worked("new", path)
     return path
-
-
-def test_a_model_that_does_not_fit_its_tokenizer_or_config_is_not_saved(sums, tmp_path):
-    tokenizer = jgpt.CharTokenizer("\n abcdefghi")
-    config = SumsConfig(vocab_size=11, block_size=7, rank=3)
-    other_tokenizer = jgpt.CharTokenizer("abcd")
-    other_config = dataclasses.replace(config, rank=4)
-    path = tmp_path / "other"
-
-    with pytest.raises(ValueError, match="the model has 11 tokens and the tokenizer 4"):
-        jgpt.save(sums, path, tokenizer=other_tokenizer, config=config)
-    message = re.escape("inner is (11, 3) in the model and (11, 4) in one of")
-    with pytest.raises(ValueError, match=message):
-        jgpt.save(sums, path, tokenizer=tokenizer, config=other_config)
-
-    assert not path.exists()
 
 
 def test_the_new_model_is_jgpts_own(template):
@@ -425,10 +384,7 @@ def test_code_is_named_found_and_recorded():
     [
         ("mine:lion", "'mine:lion' must be a file and a name in it, as in my_gpt.py:GPT"),
         ("mine.py:lino", "mine.py has no function or class 'lino' (did you mean 'lion'?)"),
-        ("mine.py:level", "mine.py has no function or class 'level'"),
         ("wrong.py:x", "wrong.py, line 2: 1 / 0: ZeroDivisionError: division by zero"),
-        ("odd.py:x", "odd.py, line 1: x = (: SyntaxError: '(' was never closed"),
-        ("quits.py:x", "quits.py, line 1: raise SystemExit(3): SystemExit: 3"),
         ("deep.py:x", "parts_of_deep.py, line 2: json.loads('{'): JSONDecodeError: Expecting"),
     ],
 )

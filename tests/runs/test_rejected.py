@@ -1,7 +1,6 @@
 """A start that is rejected leaves every byte of a run's directory as it was."""
 
 import dataclasses
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -76,10 +75,6 @@ def damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.flip_a_bit(files[-1])
 
 
-def without_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-
-
 def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1000))
 
@@ -102,33 +97,20 @@ def other_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REASONS = {
     "resume with a custom model": Reason("or of another model", options={"model": Table}),
-    "resume with a model that is not made": Reason("it is not made", options={"model": NotMade}),
     "resume with a custom optimizer": Reason(
         "can't be read: it is damaged, or of a", options={"optimizer": sgd}
     ),
     "resume from a damaged checkpoint": Reason("SHA-256 does not match", arrange=damage),
-    "resume without a package": Reason(
-        r"pip install 'jgpt\[wandb\]'", {"trackers": ("wandb",)}, arrange=without_wandb
-    ),
     "resume with another text": Reason(
         "text", {"dataset": {"data": ("other.txt",)}}, arrange=other_text
     ),
-    "resume without its text": Reason("none.txt", {"dataset": {"data": ("none.txt",)}}),
     "resume with another tokenizer": Reason("Z", arrange=other_tokenizer),
     "resume with another size": Reason("model.embed_dim` is 12", {"model": {"embed_dim": 16}}),
-    "resume with another batch": Reason("batch_size` is 5", {"batch_size": 6}),
-    "resume with fewer steps": Reason("below the 11 steps", {"steps": 10}),
     "resume on a full disk": Reason("1,000 bytes free", {"steps": 12}, arrange=full_disk),
-    "resume without memory": Reason("smaller model", arrange=little_memory),
     "overwrite with a model that is not made": Reason("it is not made", options={"model": NotMade}),
-    "overwrite with a model that is not applied": Reason(
-        "it is not applied", options={"model": NotApplied}
-    ),
     "overwrite with an optimizer that is not applied": Reason(
         "it is not updated", options={"optimizer": not_updated}
     ),
-    "overwrite with no text": Reason("none.txt", {"dataset": {"data": ("none.txt",)}}),
-    "overwrite on a full disk": Reason("1,000 bytes free", arrange=full_disk),
     "overwrite without memory": Reason("smaller model", arrange=little_memory),
     "start where a run is": Reason("already exists: `resume=True` continues it"),
 }

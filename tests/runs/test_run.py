@@ -22,7 +22,6 @@ from flax import nnx
 import jgpt
 from jgpt import CharTokenizer, Dataset, ModelConfig, Run, TrainConfig
 from jgpt.nn.models import create_model
-from jgpt.parallel.mesh import make_mesh
 from jgpt.runs import checkpoints
 from jgpt.runs import run as run_module
 from jgpt.runs.directory import RunDirectory
@@ -204,22 +203,6 @@ def test_a_branch_begins_at_its_step(out):
         assert run.restore(init)[1] == 41
 
 
-def test_a_state_is_restored_onto_a_mesh(trained):
-    mesh = make_mesh("fsdp=4,tensor=2")
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
-        jax.eval_shape(init),
-    )
-    out, state = trained
-
-    with start(out, resume=True) as run:
-        restored, _ = run.restore(init, like)
-
-    assert bits(restored) == bits(state)
-    assert len(restored["moments"][0].devices()) == 8
-
-
 def test_nothing_is_changed_before_a_state_is_made(copy, out):
     """The first line of the user's code may fail."""
     before = contents(copy)
@@ -277,21 +260,6 @@ def test_a_start_that_is_refused_changes_nothing(copy, options, message):
         pass
 
     assert contents(copy) == before
-
-
-def test_no_run_goes_into_a_folder_of_something_else(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    for options in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(FileExistsError, match="is not a run directory, and has other files"):
-            start(tmp_path, **options).__enter__()
-    assert contents(tmp_path) == {"notes.txt": b"mine"}
-
-
-def test_what_a_start_that_was_killed_has_left_is_no_run_s(out):
-    out.mkdir()
-    faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
-    with start(out) as run:
-        assert run.restore(init)[1] == 0
 
 
 def test_two_trainings_do_not_share_a_folder(copy):

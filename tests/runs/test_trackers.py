@@ -17,7 +17,7 @@ from jgpt.fields import as_dict
 from jgpt.runs import trackers
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.trackers import open_trackers, require_tracker
-from tests.runs.harness import BIGRAM, Heard, contents, with_changes
+from tests.runs.harness import BIGRAM, Heard, with_changes
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -179,21 +179,6 @@ def test_a_tracker_is_given_every_line_and_told_whether_the_run_is_resumed(
     told.clear()
     fit(config, overwrite=True, progress=None)
     assert told[0] is True
-
-
-def test_a_tracker_that_cannot_be_opened_leaves_the_run_that_was_to_be_overwritten(
-    small_run, tmp_path, use
-):
-    """As without a key for W&B: the old run was gone by then."""
-    config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
-    fit(config, progress=None)
-    before = contents(tmp_path / "run")
-    use(lambda *_, **__: dead_service())
-
-    with pytest.raises(OSError, match="the service has ended"):
-        fit(dataclasses.replace(config, trackers=("wandb",)), overwrite=True, progress=None)
-
-    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
-from jax import lax
 from jax.experimental import pallas as pl
 
 import jgpt
@@ -112,10 +111,6 @@ def printing(x: Array) -> Array:
     return x
 
 
-def million(x: Array) -> Array:
-    return lax.scan(lambda carry, _: (carry * 0.5, None), x, length=1_000_000)[0]
-
-
 def in_place(x: Array) -> Array:
     ref = jax.new_ref(x)
     ref[...] = 2 * x
@@ -127,47 +122,10 @@ def in_place(x: Array) -> Array:
     [
         (lambda x: None, "float32[b t]", {"causal": "t"}, "the function returns no array"),
         (jnp.sum, "float32[b t]", {"causal": "t"}, "output 0 has no axis t, but the shape []"),
-        (
-            lambda x: x.mT,
-            "float32[b t 3]",
-            {"causal": "t", "sizes": {"t": [4, 3], "b": 4}},
-            "output 0 has no axis t, but the shape [4, 3, 4] at t = 4",
-        ),
         (jnp.cumsum, "float32[b t]", {"causal": "q"}, "no array has an axis 'q', such as"),
         (jnp.negative, "float32[t t]", {"causal": "t"}, "an array has two axes 't'"),
-        (jnp.negative, "float32[b t+1]", {"causal": "t"}, "no array has an axis 't', such as"),
-        (
-            jnp.negative,
-            "float32[b t]",
-            {"causal": "t", "sizes": {"q": 3}},
-            "sizes names 'q', a size",
-        ),
-        (
-            jnp.negative,
-            "float32[b t]",
-            {"causal": "t", "sizes": {"t": 0}},
-            "no positive length of 't'",
-        ),
-        (
-            jnp.negative,
-            "float32[b t]",
-            {"causal": "t", "sizes": {"b": [1, 2]}},
-            "several sizes of 'b'",
-        ),
         (jnp.negative, "float32[b t]", {"sizes": {"t": 3}}, "`sizes` needs `causal` or `separate`"),
-        (
-            jnp.negative,
-            "float32[b t]",
-            {"causal": "t", "where": "t <= 3"},
-            "`where` has no meaning",
-        ),
         (printing, "float32[b t]", {"causal": "t"}, "the function has side effects"),
-        (
-            million,
-            "float32[b t]",
-            {"causal": "t"},
-            "a scan of 1000000 steps is more than the 20000",
-        ),
         (in_place, "float32[b t]", {"causal": "t"}, "changes an array in place"),
         (
             linen.Dense(3),

@@ -67,12 +67,6 @@ def test_the_scale_is_halved_at_an_overflow_and_doubled_after_2000_good_steps():
     assert int(scale["skipped_steps"]) == 1
 
 
-def test_only_float16_has_a_scale():
-    assert "loss_scale" in abstract_state(NARROW)
-    for dtype in ("float32", "bfloat16"):
-        assert set(abstract_state(in_dtype(dtype))) == {"model", "optimizer"}
-
-
 @pytest.mark.parametrize(("mesh", "micro_batches"), [(None, 5), ("data=8", 1)], ids=str)
 def test_a_step_that_overflows_is_skipped_and_the_next_ones_learn(mesh, micro_batches):
     batch_size = 8 if mesh else 5
@@ -139,15 +133,6 @@ def test_a_gradient_that_no_scale_mends_ends_training():
     state, metrics = take(config, with_factor(init_state(config), 4.0), 6)
     assert int(metrics.taken) == 2
     assert float(state["loss_scale"]["factor"]) == 1
-
-
-def test_a_loss_that_is_not_finite_ends_training_and_changes_nothing():
-    state = init_state(NARROW)
-    state["model"] = jax.tree.map(lambda leaf: jnp.nan * leaf, state["model"])
-    before = copy(state)
-    state, metrics = take(NARROW, state, 2)
-    assert int(metrics.taken) == 0
-    assert bits(state) == bits(before)
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path, monkeypatch):

@@ -127,17 +127,6 @@ def test_an_objective_computes_with_the_arrays_that_it_is_given():
     assert loss_with_zeros != loss
 
 
-def test_a_teacher_is_not_trained():
-    config = dataclasses.replace(CONFIG, objective=Distillation())
-    before = jax.tree.map(np.asarray, nnx.state(TEACHER))
-
-    state, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
-
-    assert jax.tree.structure(state) == jax.tree.structure(abstract_state(CONFIG))
-    assert np.isfinite(metrics.loss[0])
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(TEACHER), before)
-
-
 def of(result) -> Any:
     """An objective, from a function of the cross-entropy to the result."""
     return lambda model, tokens, rngs: result(next_token_loss(model, tokens, rngs))

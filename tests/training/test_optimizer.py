@@ -242,25 +242,6 @@ def test_every_optimizer_is_given_clipped_gradients(changes):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_muon_s_rate_has_the_schedule_s_shape():
-    random = np.random.default_rng(2)
-    weights = in_a_block(np.zeros((3, 5)))
-    gradient = in_a_block(random.standard_normal((3, 5)))
-    config = dataclasses.replace(WSD, optimizer="muon", muon_learning_rate=0.8, gradient_clip=0.0)
-    as_a_part = dataclasses.replace(config, schedule_steps=10)
-    optimizer = optimizer_of(as_a_part, 14)
-    state = optimizer.init(weights)
-
-    sizes = []
-    for _ in range(10):
-        updates, state = optimizer.update(gradient, state, weights)
-        sizes.append(np.linalg.norm(kernel_of(updates)))
-
-    found = np.array(sizes) / sizes[3]  # which is the peak
-    expected = np.array(rates(config, 10, range(10))) / 0.4
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
-
-
 def mine(config, steps):
     return optax.sgd(0.5)
 

@@ -10,13 +10,7 @@ from jgpt.data.dataset import load_dataset
 from jgpt.parallel.mesh import abstract_mesh, use_mesh
 from jgpt.training import plan
 from jgpt.training.memory import TrainingMemory, memory_of
-from jgpt.training.placement import (
-    Placement,
-    bytes_of,
-    bytes_on_each,
-    placements,
-    replicated_dimensions,
-)
+from jgpt.training.placement import bytes_of, bytes_on_each, replicated_dimensions
 from jgpt.training.plan import make_plan
 from jgpt.training.state import abstract_state, state_specs
 
@@ -96,13 +90,3 @@ def test_a_mesh_shards_the_state_and_says_what_it_cannot():
         "vocab_size=21 is not divided by tensor=2 and is replicated: "
         f"{2 * 4 * 21 * 12 // 8} bytes more parameters on each device",
     )
-
-
-def test_a_placement_says_what_shards_each_dimension():
-    found = {each.name: each for each in placements(MODEL, abstract_mesh("data=2,fsdp=3,tensor=2"))}
-    name = "blocks.0.feed_forward.expansion.kernel"
-    assert found[name] == Placement(name, "float32[12@fsdp, 48@tensor]", 4 * 12 * 48 // 6)
-    name = "token_embedding.embedding"
-    assert found[name] == Placement(name, "float32[21, 12@fsdp]", 4 * 21 * 12 // 3)
-    name = "final_norm.scale"
-    assert found[name] == Placement(name, "float32[12]", 4 * 12)

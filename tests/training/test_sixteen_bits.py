@@ -138,18 +138,6 @@ def test_a_second_moment_decays_by_what_was_asked():
     np.testing.assert_allclose(second_moment, 0.25 * (1 - 0.999**9), rtol=1e-5)
 
 
-def test_a_momentum_is_float32():
-    made = make_optimizer(OptimizerConfig(optimizer="muon"), 9)
-    weights = {"blocks": {0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}}
-
-    updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
-
-    # the update and the momentum of the one kernel; the other leaves are counts
-    matrices = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
-    assert len(matrices) == 2
-    assert dtypes_of(matrices) == {jnp.dtype("float32")}
-
-
 def test_embeddings_are_widened_before_they_are_added():
     """In an eager call too, where no compiler leaves a rounding out."""
     model = GPT(CONFIG.model, rngs=nnx.Rngs(0))

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from jgpt.data.batches import batches, evaluation_windows
-from jgpt.nn.models import weight_dimensions
-from jgpt.nn.stacking import STACKED, stack_blocks, unstack_blocks
+from jgpt.nn.stacking import stack_blocks, unstack_blocks
 from jgpt.parallel.mesh import use_mesh
-from jgpt.training import optimizer
-from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
@@ -82,17 +79,6 @@ def test_a_scan_trains_as_a_loop_does(name, mesh):
     assert abs(np.diff(wanted)).min() > 1e-9  # each step would show a mistake
 
 
-@pytest.mark.slow
-def test_the_bound_notices_a_vector_that_decays(monkeypatch):
-    """The negative control: stacked, vectors are as matrices are."""
-    with jax.enable_x64(True):
-        wanted, _ = trained_in_a_loop("lecture")
-        monkeypatch.setattr(optimizer, "dimensions_in_block", lambda path, leaf: leaf.ndim)
-        found, _ = trained(with_layers(RUNS["lecture"], scan=True))
-
-    assert abs(found - wanted).max() > 1e-9
-
-
 # --- stacking ------------------------------------------------------------------------------------
 
 
@@ -117,23 +103,6 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     unstacked_weights, _ = again
     for number, block in enumerate(unstacked_weights["blocks"].values()):
         assert int(block["a"]["b"][0, 0]) == number
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"scan_layers": True, "num_layers": 2}, True),
-        ({"scan_layers": True, "num_layers": 1}, False),
-        ({"scan_layers": False, "num_layers": 2}, False),
-        ({"scan_layers": True, "architecture": "bigram"}, False),
-    ],
-)
-def test_only_scans_over_several_blocks_stack(changes, expected):
-    config = config_of("nanogpt", "adamw", model=changes)
-    state = abstract_state(config)
-    assert (STACKED.key in state["model"].get("blocks", {})) == expected
-    windows = jax.ShapeDtypeStruct((1, config.batch_size, 11), jnp.int32)
-    make_train_steps(config).trace(state, windows, dropout_stream(1), 1, 0)
 
 
 @pytest.mark.slow
@@ -166,15 +135,3 @@ def test_a_program_does_not_grow_with_its_layers():
     """But for the slice of each layer's input, which nothing reads."""
     assert size_of(7, scan=True) - size_of(5, scan=True) <= 2 * 2
     assert size_of(7, scan=False) - size_of(5, scan=False) > 100 * 2  # the control
-
-
-def test_muon_takes_one_layer_at_a_time():
-    config = with_layers(MODERN, 7, scan=True)
-    state = abstract_state(config)
-    optimizer = make_optimizer(config.optimizer, 1, weight_dimensions(config.model))
-    weights = state["model"]
-    text = str(jax.make_jaxpr(optimizer.update)(weights, state["optimizer"], weights))
-    assert "48,56]" in text
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert products
-    assert not [line for line in products if "[7," in line]
