@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from jgpt.data import sources
 from tests.test_documents import ROOT
 
 PLACEHOLDER = "OWNER" + "/jgpt"  # in two parts: this file is searched, too
@@ -77,11 +76,6 @@ def test_a_source_archive_has_what_a_wheel_is_built_from(built):
     }
 
 
-def test_a_citation_names_the_version():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-
-
 def test_no_link_leads_to_an_address_that_is_still_to_be_filled_in():
     command = ["git", "grep", "--ignore-case", "--files-with-matches", PLACEHOLDER]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -101,9 +95,3 @@ def test_the_workflow_has_each_python_and_no_tests_but_those_of_ci_run():
     assert workflow.endswith("\n      - run: .ci/run\n")
     assert "make " not in workflow
     assert "pytest" not in workflow
-
-
-def test_continuous_integration_downloads_the_text_that_jgpt_downloads():
-    script = (ROOT / ".ci" / "data").read_text()
-    assert f"fetch {sources.SHAKESPEARE_URL} " in script
-    assert f" tinyshakespeare.txt {sources.SHAKESPEARE_SHA256}\n" in script

@@ -3,8 +3,6 @@
 import dataclasses
 import fractions
 import functools
-import inspect
-import linecache
 import math
 import operator
 import re
@@ -168,23 +166,6 @@ def told_in_a_refusal(x: Array) -> Array:
     return x
 
 
-def told_under_a_condition(x: Array) -> Array:
-    text = str(x.shape[0])
-    if text == "7":
-        raise ValueError(text)
-    return x
-
-
-def printed(x: Array) -> Array:
-    print(x.shape[0])
-    return x
-
-
-def kept_in_a_cache(x: Array) -> Array:
-    remembered(x.shape[0])
-    return x
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -197,26 +178,3 @@ def kept_in_a_cache(x: Array) -> Array:
 def test_what_asks_for_no_number_is_proven(function: Callable[[Array], Any]) -> None:
     proof = prove(function, "float32[n]")
     assert proof, str(proof)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("function", "asked_for"),
-    [
-        (kept_in_a_cache, "the hash of a size"),
-        (printed, "the text of a size"),
-        (told_under_a_condition, "the text of a size"),
-    ],
-)
-def test_a_question_without_an_answer_names_its_line(
-    function: Callable[[Array], Any], asked_for: str
-) -> None:
-    proof = prove(function, "float32[n]")
-
-    assert not proof
-    (detail,) = {case.detail for case in proof.cases if case.verdict == "open"}
-    line = re.fullmatch(rf"line (\d+) of test_planted\.py asks for {asked_for}", detail)
-    assert line is not None, detail
-    source = inspect.getsource(told_in_a_refusal) + inspect.getsource(function)
-    asking = linecache.getline(__file__, int(line[1])).strip()
-    assert asking in source

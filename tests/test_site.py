@@ -1,17 +1,14 @@
-"""The site is whole: shapes in its signatures, lessons as executed, no link broken."""
+"""The site is whole: it builds without a warning, and no link is broken."""
 
-import inspect
 import os
 import subprocess
 import sys
-import typing
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from jaxtyping import AbstractArray
 
 import jgpt
 from jgpt.words import LEGEND
@@ -26,39 +23,20 @@ pytestmark = [
 
 
 class Page(HTMLParser):
-    """Text, signatures with their links, pictures with alternative text, and anchors of a page."""
+    """Links and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.text = self.signature = ""
-        self.signatures: dict[str, str] = {}
-        self.linked: dict[str, set[str]] = {}
         self.links: list[str] = []
-        self.pictures: dict[str, str] = {}
         self.anchors: set[str] = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         its = dict(attrs)
         self.anchors |= {its.get("id") or ""}
-        if tag in ("a", "link") and its.get("href"):
-            self.links.append(its["href"] or "")
-            self.linked.setdefault(self.signature, set()).add(its["href"] or "")
-        if tag in ("img", "script") and its.get("src"):
-            self.links.append(its["src"] or "")
-        if tag == "img":
-            self.pictures[its["src"] or ""] = its.get("alt") or ""
-        if tag == "dt":
-            self.signature = its.get("id") or ""
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "dt":
-            self.signature = ""
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.signature:
-            self.signatures[self.signature] = self.signatures.get(self.signature, "") + data
+        for name in ("href", "src"):
+            if tag in ("a", "link", "img", "script") and its.get(name):
+                self.links.append(its[name] or "")
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
@@ -87,42 +65,10 @@ def site(folder) -> dict[Path, Page]:
     return {path.relative_to(folder): Page(path) for path in folder.rglob("*.html")}
 
 
-def arrays(hint: object) -> list[str]:
-    """The dimension strings of the arrays in an annotation."""
-    if isinstance(hint, type) and issubclass(hint, AbstractArray):
-        return [hint.dim_str]
-    return [dims for part in typing.get_args(hint) for dims in arrays(part)]
-
-
-def public_calls() -> dict[str, object]:
-    found = {}
-    for name in set(jgpt.__all__) - {"PRESETS"}:
-        thing = getattr(jgpt, name)
-        if inspect.isclass(thing):
-            for method, it in vars(thing).items():
-                if inspect.isfunction(it) and (method == "__call__" or method[0] != "_"):
-                    found[f"jgpt.{name}.{method}"] = it
-        else:
-            found[f"jgpt.{name}"] = thing
-    return found
-
-
-def test_signatures_have_their_shapes_and_link_them(site):
-    page = site[Path("docs/api.html")]
-    assert {f"jgpt.{name}" for name in jgpt.__all__} <= page.anchors
-    shapes = links = 0
-    for name, function in public_calls().items():
-        for hint in typing.get_type_hints(function).values():
-            for dimensions in arrays(hint):
-                shapes += 1
-                assert f'"{dimensions}"' in page.signatures[name], name
-                for dimension in set(dimensions.replace("*", " ").split()) & set(LEGEND):
-                    links += 1
-                    assert f"#term-{dimension}" in page.linked[name]
-    assert min(shapes, links) > 40
-    assert "#term-embed_dim" in page.linked["jgpt.Head.__call__"]
-    assert {f"term-{name}" for name in LEGEND} <= page.anchors
-    assert all(meaning.replace("`", "") in page.text for meaning in LEGEND.values())
+def test_each_public_name_and_dimension_is_in_the_reference(site):
+    anchors = site[Path("docs/api.html")].anchors
+    assert {f"jgpt.{name}" for name in jgpt.__all__} <= anchors
+    assert {f"term-{name}" for name in LEGEND} <= anchors
 
 
 def test_links_lead_somewhere(site):

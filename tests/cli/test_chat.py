@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import jgpt
-from jgpt.generation.chat import END, START
 from tests.cli.screen import in_a_terminal
-from tests.commands import jgpt as command
 from tests.generation.test_chat import chat_run
 
 GREEDY = ("--temperature", "0", "--max-new-tokens")
@@ -18,34 +15,6 @@ GREEDY = ("--temperature", "0", "--max-new-tokens")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     return chat_run(tmp_path_factory.mktemp("chat") / "run", block_size=64)
-
-
-@pytest.mark.slow
-def test_each_line_is_a_message(run):
-    _, tokenizer, _ = jgpt.load(run)
-    turn = f"{START}user\nit{END}\n{START}assistant\n!!!!!{END}\n"
-    tokens_of_a_turn = len(tokenizer.encode(turn))
-    room = 64 - 5 - tokens_of_a_turn + 5 + 2  # the last answer is not there yet
-    turns_that_fit = room // tokens_of_a_turn
-    assert 0 < turns_that_fit < 4
-    messages = b"it\n" * 4 + b"z" * 70 + b"\nit\n"
-    loss = "[the context is full: it loses 2 messages]"
-
-    done = command("chat", run, *GREEDY, 5, stdin=messages)
-
-    assert done.code == 0
-    assert done.stderr == ""
-    expected = []
-    for earlier_turns in range(4):
-        if earlier_turns > turns_that_fit:
-            expected.append(loss)
-        expected.append("!!!!!")
-    *answers, refusal, loss_of_last, last = done.stdout.splitlines()
-    assert answers == expected
-    assert refusal.startswith("the message is too long: ")
-    assert "--block-size" not in refusal
-    assert loss_of_last == expected[-2]
-    assert last == "!!!!!"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import shlex
@@ -92,25 +91,6 @@ def test_a_rejection_is_one_line_and_changes_nothing(line, expected, run, folder
 
     assert shown.replace(f"{folder}/", "") == expected
     assert (contents(folder), contents(run)) == before
-
-
-@pytest.mark.parametrize(
-    ("line", "meant"),
-    [
-        ("train shakespeare", "--data shakespeare"),
-        ("train GPT2", "'gpt2'"),
-        ("train tiny --tokenizer bpe --vocab-size 512", "--bpe-vocab-size"),
-        ("sample kept", "runs/kept"),
-    ],
-)
-def test_what_is_called_otherwise_elsewhere_is_named(line, meant, run, tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "kept").symlink_to(run)
-
-    said = refused(*shlex.split(line), cwd=tmp_path)
-
-    assert meant in said
-    assert "mean 'shakespeare-best" not in said
 
 
 @pytest.mark.parametrize(("line", "expected"), cases_of("rejected_options.txt"))
@@ -242,21 +222,6 @@ def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_prepare_takes_its_texts_as_train_does(text_file, tmp_path):
-    line = json.dumps({"body": text_file.read_text()})
-    (tmp_path / "a.jsonl").write_text(line)
-    named = [tmp_path / "a.jsonl", "--data-field", "body"]
-    for name, data in {"a": [text_file], "b": named}.items():
-        worked("prepare", *data, "--tokenizer", "byte", "--out", tmp_path / name)
-    first, second = ((tmp_path / name / "tokens.bin").read_bytes() for name in "ab")
-
-    assert first == text_file.read_bytes()
-    assert second == first + b"\n"
-    assert "in a field 'text': name the field with --data-field NAME" in refused(
-        "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "d"
-    )
-
-
 def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
     def stopped(*_, **__):
         raise TrainingStopped(5, tmp_path / "a run")
@@ -317,19 +282,6 @@ def test_sample_continues_the_prompt_and_a_seed_repeats_it(run):
     assert worked(*ask, "--temperature", 1.8) != first
 
 
-@pytest.mark.slow
-def test_a_prompt_file_is_a_file(run, tmp_path):
-    """Or standard input, read as a text is."""
-    windows = b"\xef\xbb\xbfthis\r\neye"
-    (tmp_path / "prompt.txt").write_bytes(windows)
-    from_file = ("--temperature", 0, "--max-new-tokens", 12, "--prompt-file")
-    said = worked("sample", run, *from_file, tmp_path / "prompt.txt")
-    assert said == worked("sample", run, *from_file, "-", stdin=windows)
-    assert said == worked("sample", run, *GREEDY, "this\neye")
-    said = refused("sample", run, "--prompt-file", "-", stdin=b"caf\xe9")
-    assert "standard input is not UTF-8 text" in said
-
-
 def test_sample_continues_several_prompts_side_by_side_up_to_a_stop_string(run):
     both = worked("sample", run, *GREEDY, "So long", "--prompt", "eyes", "--num-samples", 2)
     so, eyes = (worked("sample", run, *GREEDY, prompt) for prompt in ("So long", "eyes"))
@@ -385,11 +337,3 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
     said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
 
     assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
-
-
-def test_the_package_is_the_command():
-    said = subprocess.run(
-        [sys.executable, "-m", "jgpt", "nothing"], capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 2
-    assert said.stderr.startswith("jgpt: unknown command 'nothing'")

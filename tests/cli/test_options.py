@@ -2,11 +2,9 @@
 
 import dataclasses
 import importlib.metadata
-from typing import Literal
 
 import pytest
 
-from jgpt.cli import options
 from jgpt.cli.commands.import_ import import_
 from jgpt.cli.commands.train import train
 from jgpt.cli.options import COMMON_OPTIONS, parse
@@ -82,22 +80,6 @@ def test_a_file_s_own_options_stay_but_for_its_directory(tmp_path):
     assert given == dataclasses.replace(again, steps=7, out="here")
     off = dataclasses.replace(again, model=dataclasses.replace(model, use_bias=False))
     assert parsed("--config", tmp_path / "config.json", "--no-use-bias") == off
-
-
-@pytest.mark.parametrize(
-    ("kind", "metavar", "values"),
-    [
-        (int, "N", {"-3": -3}),
-        (float | None, "X|None", {"2e-3": 0.002, "None": None}),
-        (int | Literal["auto"], "auto|N", {"auto": "auto", "12": 12}),
-        (Literal["best", "last"] | int, "best|last|N", {"last": "last", "7": 7}),
-        (str | None, "None", {"None": None, "a b": "a b"}),
-    ],
-)
-def test_a_value_is_read_by_its_type(kind, metavar, values):
-    read, shown = options._reader(kind)
-    assert shown == metavar
-    assert {text: read(text) for text in values} == values
 
 
 def test_the_preset_stands_anywhere():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.generation.sampling import Sampling, _inverse_transform, next_token
+from jgpt.generation.sampling import Sampling, next_token
 
 KEY = jax.random.key(8)
 
@@ -98,28 +98,6 @@ def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
     deviation = np.sqrt(expected * (1 - expected) / count)
     assert (abs(drawn - expected)[possible] < 5 * deviation[possible]).all()
     assert expected[-1] > 0.001  # of the last block, which is padded
-
-
-@pytest.mark.parametrize(
-    ("weights", "uniform", "chosen"),
-    [
-        ([0, 2, 0, 6], 0.0, 3),
-        ([0, 2, 0, 6], 0.749, 3),
-        ([0, 2, 0, 6], 0.751, 1),
-        ([0, 2, 0, 6], 1 - 2**-24, 1),
-        ([5, 0, 0, 0], 0.0, 0),
-        ([5, 0, 0, 0], 0.5, 0),
-        ([0, 0, 0, 1e-37], 0.999, 3),
-    ],
-)
-def test_an_inverse_transform_by_hand(weights, uniform, chosen):
-    """Also at the ends of the interval, where nothing must be drawn that has no weight."""
-    row = jnp.array([weights], jnp.float32)
-    number = jnp.array([uniform], jnp.float32)
-
-    token = _inverse_transform(row, number)
-
-    assert token.tolist() == [chosen]
 
 
 @pytest.mark.parametrize(

@@ -369,26 +369,3 @@ def test_our_tokenizers_in_transformers(tokenizer, tmp_path):
     assert len(theirs) == tokenizer.vocab_size == model.vocab_size
     for token in theirs.all_special_ids:
         assert token < model.vocab_size
-
-
-def test_its_tokenizer_goes_in_and_out(tmp_path):
-    text = "It was 1984. <|im_start|>Once upon a time<|im_end|>\n" * 9
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, in_bytes])
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    backend.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=290, special_tokens=special, show_progress=False)
-    )
-    tokenizer = jgpt.BPETokenizer(backend)
-    model = random_gpt("qwen3", vocab_size=tokenizer.vocab_size)
-    jgpt.save_hf(model, tmp_path / "hf", tokenizer=tokenizer)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.encode(text) == tokenizer.encode(text).tolist()
-    assert theirs.decode(theirs.encode(text)) == text == tokenizer.decode(tokenizer.encode(text))
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.end_of_text == 0

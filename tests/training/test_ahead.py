@@ -23,11 +23,8 @@ from jgpt.training.memory import TrainingMemory
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 benchmark = importlib.import_module("ahead")
-collectives = importlib.import_module("collectives").collectives
 sum_by_kind = importlib.import_module("collectives").sum_by_kind
 BUDGET = json.loads((ROOT / "benchmarks" / "results" / "budget.json").read_text())
-
-# --- collectives of a program, and what each device sends, by hand --------------------------------
 
 # --- chips ---------------------------------------------------------------------------------------
 

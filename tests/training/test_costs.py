@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn import loss
-from jgpt.nn.products import project_to_tied_vocabulary, project_to_vocabulary
 from jgpt.training.memory import compile_steps
 from jgpt.training.placement import bytes_of
 from jgpt.training.state import abstract_state, dropout_stream, init_state
@@ -47,30 +45,6 @@ def test_one_program_for_a_run_and_one_for_its_evaluations():
 
     assert steps._cache_size() == 1
     assert evaluate._cache_size() == 1
-
-
-def columns(function, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> set[str]:
-    """The columns of the products in a program, from its jaxpr."""
-    x = jax.ShapeDtypeStruct(x_shape, jnp.float32)
-    kernel = jax.ShapeDtypeStruct(kernel_shape, jnp.float32)
-
-    def project(x, kernel):
-        return function(x, kernel, jnp.float32)
-
-    program = jax.make_jaxpr(project)(x, kernel)
-    return set(re.findall(r"f32\[\d+,(\d+)\] = dot_general", str(program)))
-
-
-@pytest.mark.parametrize(
-    ("rows", "features", "padded"),
-    [(129, 1025, 1152), (128, 1025, 1025), (129, 1024, 1024), (129, 1030, 1152), (300, 1152, 1152)],
-)
-def test_many_rows_of_a_large_vocabulary_are_padded_to_whole_tiles(rows, features, padded):
-    untied = columns(project_to_vocabulary, (rows, 7), (7, features))
-    tied = columns(project_to_tied_vocabulary, (1, rows, 7), (features, 7))
-
-    assert untied == {str(padded)}
-    assert tied == {str(padded)}
 
 
 def test_a_gibibyte_of_logits_is_materialised_at_most():

@@ -54,12 +54,9 @@ def config_of(family: str, optimizer: Any, ema_decay: float = 0.0, **changes: An
 GROUPED = {"num_kv_heads": 4, "ngram_sizes": (2,), "ngram_rows": 21, "ngram_dropout": 0.2}
 CONFIGS = {
     "lecture": config_of("lecture", "adamw", 0.8, model={"dropout": 0.1}),
-    "lecture in bfloat16": config_of("lecture", "adamw", model={"dtype": "bfloat16"}),
     "nanogpt": config_of("nanogpt", "adamw"),
-    "gpt2": config_of("gpt2", "muon", 0.9),
     "modern": config_of("modern", "muon", model={**GROUPED, "attention_window": 4}),
     "qwen3": config_of("qwen3", "adamw", model={"num_kv_heads": 4}),
-    "bigram": config_of("bigram", "adamw"),
     "accumulated": config_of(
         "nanogpt",
         "adamw",
@@ -68,11 +65,6 @@ CONFIGS = {
         batch_size=48,
         micro_batches=2,
     ),
-    "scanned": config_of("modern", "muon", model={**GROUPED, "num_layers": 2, "scan_layers": True}),
-    "heads that tensor=8 doesn't divide": config_of(
-        "modern", "adamw", model={"num_heads": 6, "num_kv_heads": 3}
-    ),
-    "a vocabulary that no axis divides": config_of("nanogpt", "adamw", model={"vocab_size": 41}),
 }
 
 
