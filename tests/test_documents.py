@@ -328,7 +328,7 @@ def test_commands_give_what_the_page_shows(page, place, trained):
     if page in RUN:
         languages.append("sh")
     # all steps take a minute
-    text = re.sub("--steps [16]00 ", "--steps 20 --eval-tokens 4096 ", page.read_text())
+    text = re.sub("--steps [16]00 ", "--steps 20 --eval-tokens 512 ", page.read_text())
     for block in blocks(text):
         if block.language not in languages:
             continue
@@ -375,10 +375,13 @@ def shell(tmp_path, monkeypatch) -> Iterator[Callable[[str], str]]:
 def test_a_page_is_a_session(shell, tmp_path):
     names: dict[str, Any] = {"__name__": "__main__"}
     metrics_of_killed = tmp_path / "runs" / "squared_relu-5" / "metrics.jsonl"
-    text = SESSION.read_text()  # with two of its five seeds, which would take half a minute more
-    for five, two in ((" 2 3 4", ""), ("range(1, 6)", "(1, 5)"), ("(5, 4)", "(2, 4)")):
-        assert five in text
-        text = text.replace(five, two)
+    text = SESSION.read_text()  # with two of its five seeds, and without samples
+    for whole, part in (
+        *((" 2 3 4", ""), ("range(1, 6)", "(1, 5)"), ("(5, 4)", "(2, 4)")),
+        ("--eval-tokens 4096", "--eval-tokens 512 --sample-tokens 0"),
+    ):
+        assert whole in text
+        text = text.replace(whole, part)
     for block in blocks(text):
         if block.language == "python":
             with contextlib.chdir(tmp_path):

@@ -180,10 +180,10 @@ def verdict(function: Any, arguments: list[Any]) -> str:
 
 @pytest.mark.parametrize("seed", only([0], range(25)))
 def test_both_say_the_same_of_random_calls(seed):
-    """100 functions, 8 calls of each."""
+    """60 functions, 8 calls of each."""
     case = Case(seed)
     taken = 0
-    for _ in range(100):
+    for _ in range(60):
         hints = [case.hint() for _ in range(4)]
         ours = function_of(hints, typed)
         theirs = function_of(hints, REFERENCE)
@@ -195,4 +195,4 @@ def test_both_say_the_same_of_random_calls(seed):
             expected = verdict(theirs, arguments)
             assert verdict(ours, arguments) == expected, (hints, arguments)
             taken += expected == "taken"
-    assert taken > 200
+    assert taken > 120

@@ -106,7 +106,6 @@ def greedy(model, rows, count):
     return texts
 
 
-@pytest.mark.slow
 def test_greedy_with_a_cache_is_greedy_without_one(variant):
     """Within the block and past it, in a second call too."""
     count = TOKENS_PER_CALL + 2

@@ -208,7 +208,7 @@ def test_a_cache_of_learned_positions_ends_with_the_block():
 )
 def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached, time):
     """They would replace keys that are still read. The refused call leaves the cache as it was."""
-    model = random_gpt(family)
+    model = random_gpt(family, num_layers=1)
     cache = model.empty_cache(2, capacity)
     tokens = tokens_of(1, batch=2, time=14)
     expected = compiled(model, tokens[:, :cached])

@@ -105,7 +105,7 @@ def test_damaged_sums_are_named(folder, name):
 
 
 @pytest.mark.parametrize("moment", ["_load", "_verify"])
-@pytest.mark.parametrize(("which", "next_one"), [("last", 5), ("best", 5), (4, None)])
+@pytest.mark.parametrize(("which", "next_one"), [("best", 5), (4, None)])
 def test_a_checkpoint_that_training_deletes_while_it_is_read_is_followed_by_the_next(
     folder, monkeypatch, moment, which, next_one
 ):

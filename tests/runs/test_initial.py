@@ -126,8 +126,7 @@ def test_weights_of_another_architecture_and_patterns_are_refused(trained, confi
 SHAPE = ("--block-size", 7, "--num-layers", 1, "--embed-dim", 12, "--qkv-bias", "--use-bias")
 
 
-@pytest.mark.parametrize("preset", [(), ("tiny", *SHAPE)], ids=["of the folder", "of a preset"])
-def test_the_command_starts_from_a_hugging_face_folder(preset, tmp_path, poem):
+def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
     """It has a config.json, as a run has, and was taken for one."""
     tokenizer = jgpt.BPETokenizer.train([poem.read_text()], 263)
     config = jgpt.ModelConfig(
@@ -141,7 +140,7 @@ def test_the_command_starts_from_a_hugging_face_folder(preset, tmp_path, poem):
     )
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     jgpt.save_hf(model, tmp_path / "folder", tokenizer=tokenizer)
-    start = ("train", *preset, "--initial", "folder", "--trainable", "blocks.*")
+    start = ("train", "tiny", *SHAPE, "--initial", "folder", "--trainable", "blocks.*")
     length = ("--data", poem, "--steps", 1, "--sample-tokens", 0)
 
     done = command(*start, *length, "--out", "r", cwd=tmp_path)
@@ -179,14 +178,13 @@ def test_a_run_that_would_delete_the_weights_it_starts_from_is_refused(config, t
 # --- with moments --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_branch_goes_on_with_weights_moments_and_step(small_run, tmp_path, scan):
+def test_a_branch_goes_on_with_weights_moments_and_step(small_run, tmp_path):
     """Where nothing else differs, it is the run; then the batch, the text and the rate may differ,
     and it is another one."""
     config = with_changes(
         small_run, steps=8, sample_tokens=0, out=str(tmp_path / "whole"), keep_every=4
     )
-    config = with_changes(config, model={"num_layers": 2, "scan_layers": scan})
+    config = with_changes(config, model={"num_layers": 2, "scan_layers": True})
     whole = jgpt.fit(config, progress=None)
     branch: dict[str, Any] = {"initial": f"{whole.path}@4", "with_optimizer": True}
     same = dataclasses.replace(config, out=str(tmp_path / "same"))

@@ -122,7 +122,9 @@ def test_no_text_ends_the_script_that_holds_it(tmp_path):
     text = "</script><script>alert(1)</script><!--<script>{{data}}{{style}}{{script}}\u2028\ud800é"
     tokenizer = CharTokenizer.from_text(text)
     path = tmp_path / "look.html"
-    model = random_gpt("nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text))
+    model = random_gpt(
+        "nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text), num_layers=1
+    )
     empty = html.page_of({})
 
     page = model_page(model, tokenizer, text, text)

@@ -75,7 +75,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "killed_at", "last", "kept"),
     only(

@@ -285,15 +285,10 @@ def decaying_matrices(config, steps):
     return optax.adamw(1e-2, weight_decay=1.0, mask=mask)
 
 
-def orthogonalising(config, steps):
-    return optax.contrib.muon(1e-2)
-
-
-@pytest.mark.parametrize("make", [decaying_matrices, orthogonalising])
-def test_a_custom_optimizer_sees_the_same_weights_with_and_without_a_scan(make):
-    """Stacked, the scales of norms would be matrices, and matrices would have three dimensions."""
+def test_a_custom_optimizer_sees_the_same_weights_with_and_without_a_scan():
+    """Stacked, the scales of norms would be matrices, and would decay."""
     model = ModelConfig(vocab_size=11, block_size=6, num_layers=2, num_heads=2, embed_dim=8)
-    config = TrainConfig(model, OptimizerConfig(make=make), batch_size=4)
+    config = TrainConfig(model, OptimizerConfig(make=decaying_matrices), batch_size=4)
     windows = batches(np.arange(211, dtype=np.int32) ** 2 % 11, 0, 0, 3, 4, 6)
 
     def trained(**changes):
