@@ -240,31 +240,6 @@ def test_edited_models_and_the_plain_one_are_programs_of_their_own(call, changes
         assert np.abs(one - other).max() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"remat": True}, {"scan_layers": True}])
-def test_each_of_nested_watches_has_the_list_of_what_it_kept(changes):
-    model = model_of(**changes)
-
-    def keep(name, factor):
-        def watch(call):
-            if call.path.endswith(name) and call.function.__name__ == "__call__":
-                call.keep(factor * call.arguments["x"].mean())
-
-        return watch
-
-    outer = jgpt.watching(keep("feed_forward", 3))
-    inner = jgpt.watching(keep("attention", 2))
-    with outer as of_mlps, inner as of_attention:
-        model(TOKENS)
-
-    results = jgpt.capture(model, "blocks.*.attention_norm", "blocks.*.feed_forward_norm")(TOKENS)
-    for kept, factor, norm in ((of_attention, 2, "attention"), (of_mlps, 3, "feed_forward")):
-        expected = []
-        for layer in range(3):
-            expected.append(factor * results[f"blocks.{layer}.{norm}_norm"].mean())
-        np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-7)
-        assert len(set(map(float, kept))) == 3
-
-
 # --- capture and edit ----------------------------------------------------------------------------
 
 

@@ -1,13 +1,9 @@
 """Each door speaks its own language: fields in backticks in Python, options on the command line."""
 
-import ast
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 
-import jgpt
 from jgpt.cli.commands.export import export
 from jgpt.cli.commands.plot import plot
 from jgpt.cli.commands.sample import sample
@@ -44,23 +40,3 @@ def test_a_field_is_spelled_as_an_option(options, field, option):
     message = f"a split=test: {field} must be"
 
     assert in_options(message, options) == f"a split=test: {option} must be"
-
-
-def test_the_library_names_no_flag():
-    """Beside the command itself: in any of its strings but docstrings."""
-    package = Path(jgpt.__file__).parent
-    found = []
-    for path in package.rglob("*.py"):
-        if "cli" not in path.relative_to(package).parts:
-            tree = ast.parse(path.read_text())
-            documentation = {
-                id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
-            }
-            found += [
-                f"{path.name}:{node.lineno}: {node.value}"
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and id(node) not in documentation
-                if isinstance(node.value, str) and re.search(r"(?<![\w-])--[a-z]", node.value)
-            ]
-
-    assert found == []

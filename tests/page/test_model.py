@@ -275,34 +275,6 @@ def test_every_array_has_its_gradient():
 
 
 @needs_javascript
-def test_the_gradient_of_one_token_s_loss_is_zero_from_that_token_on():
-    position = 5
-    before = position - 1
-    of_one = {"tokens": list(TOKENS), "gradient": position}
-    of_all = {"tokens": list(TOKENS), "gradient": True}
-
-    record, record_of_all = records_of("default preset", of_one, of_all)
-
-    log_probability = record["next_log_probabilities"][-1][before]
-    assert record["loss"] == pytest.approx(-log_probability, rel=1e-5)
-    embeddings = record["arrays"][0]
-    logits = record["arrays"][-1]
-    scores = values_of(logits["values"])[:, 0]
-    exponentials = np.exp(scores[before])
-    expected = np.zeros_like(scores)
-    expected[before] = exponentials / exponentials.sum()
-    expected[before, TOKENS[position]] -= 1
-    gradient = values_of(logits["gradient"])[:, 0]
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-6)
-    of_embeddings = values_of(embeddings["gradient"])
-    assert np.abs(of_embeddings[:position]).min(axis=0).max() > 0
-    assert not of_embeddings[position:].any()
-    # the control: the loss of the text has a gradient there
-    of_embeddings = values_of(record_of_all["arrays"][0]["gradient"])
-    assert of_embeddings[position:].any()
-
-
-@needs_javascript
 def test_a_record_doesn_t_depend_on_the_texts_before_it():
     """The worker remembers programs and the predictions of the last text."""
     tokens = list(TOKENS)

@@ -328,38 +328,6 @@ def test_texts_have_the_tokens_of_python(every_tokenizer):
     check_equal(every_tokenizer, 400, seed=1)
 
 
-# --- what the comparison would notice -------------------------------------------------------------
-
-MISTAKES = [
-    ("llama3", "whole_words ? wholeWord", "false ? wholeWord"),
-    ("qwen", "found.normalize(form)", "found"),
-    ("smollm", 'word.startsWith(" ") ? word', "word ? word"),
-    ("with_added", "if (token.rstrip)", "if (token.lstrip)"),
-    ("out_of_order", "if (Math.min(rankBefore >>> 0, rankAfter >>> 0) < lowest) break;", ""),
-]
-
-
-@needs_node
-@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES)
-def test_a_mistake_in_the_script_is_noticed(every_tokenizer, name, right, wrong):
-    tokenizer = every_tokenizer[name]
-    script = SCRIPT.read_text(encoding="utf-8")
-    assert script.count(right) == 1
-    texts = random_texts(400, seed=1)
-    ids = [[token] for token in range(tokenizer.vocab_size)]
-    asked = {"vocabulary": vocabulary_of(tokenizer), "texts": texts, "ids": ids}
-
-    (correct,) = in_node(asked)
-    (mistaken,) = in_node(asked, script=script.replace(right, wrong))
-
-    expected = [encoded(tokenizer, text) for text in texts]
-    assert correct["encoded"] == expected
-    expected_texts = [tokenizer.decode(token) for token in ids]
-    assert correct["decoded"] == expected_texts
-    is_same = mistaken["encoded"] == expected and mistaken["decoded"] == expected_texts
-    assert not is_same
-
-
 @needs_node
 def test_letters_are_those_of_the_library_s_unicode(every_tokenizer):
     """Not those of the browser, whose Unicode is newer or older."""

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig
+from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn.layers import look_up
 from jgpt.nn.loss import cross_entropy_from
 from jgpt.training.optimizer import make_optimizer, trained_weights
 from jgpt.training.state import dropout_stream, init_state
-from jgpt.training.step import make_eval_step, make_train_steps
+from jgpt.training.step import make_train_steps
 
 TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
 CONFIG = TrainConfig(
@@ -75,19 +74,6 @@ def test_an_average_of_weights_moves_with_them():
     assert dtypes_of(trained) == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.slow
-def test_an_evaluation_of_the_average_is_that_of_the_weights_that_are_loaded():
-    weights = init_state(CONFIG)["model"]
-    # most of these are between two bfloat16: what is loaded is not the average itself
-    average = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 1.001, weights)
-    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), average)
-    windows = batches(TOKENS, 0, 0, 2, 5, 6)
-    counts = jnp.ones((2, 5, 6), bool)
-    evaluate = make_eval_step(CONFIG.model)
-
-    assert evaluate(average, windows, counts) == evaluate(loaded, windows, counts)
-
-
 def keep_gradients(config, steps):
     """An optimizer whose state is the gradient, and which moves nothing."""
 
@@ -136,24 +122,6 @@ def test_a_second_moment_decays_by_what_was_asked():
 
     second_moment = optax.tree.get(state, "nu")["head"]
     np.testing.assert_allclose(second_moment, 0.25 * (1 - 0.999**9), rtol=1e-5)
-
-
-def test_embeddings_are_widened_before_they_are_added():
-    """In an eager call too, where no compiler leaves a rounding out."""
-    model = GPT(CONFIG.model, rngs=nnx.Rngs(0))
-    tokens = jnp.array([[3, 1, 4]])
-    table = np.asarray(model.token_embedding.embedding[...], np.float32)
-    positions = np.asarray(model.position_embedding.embedding[...], np.float32)  # type: ignore[union-attr]
-    expected = table[np.asarray(tokens)] + positions[:3]
-
-    eager = model.embed(tokens)
-    compiled = jax.jit(lambda tokens: model.embed(tokens))(tokens)
-
-    np.testing.assert_array_equal(eager, expected)
-    np.testing.assert_array_equal(compiled, expected)
-    # a sum in bfloat16 would be another
-    rounded = np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
-    assert np.abs(expected - rounded).max() > 0
 
 
 def test_a_row_s_gradients_are_summed_in_float32():
