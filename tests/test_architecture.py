@@ -149,41 +149,6 @@ def test_shapes_stand_alone():
     assert done.stdout.split() == sorted(["jgpt", "jgpt.shapes", *modules])
 
 
-WITHOUT_FLAX = """
-import sys
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from jgpt.shapes.edits import capture, edit
-from jgpt.shapes.contract import typed
-from jgpt.shapes.proofs import prove
-from jgpt.shapes.source import annotated_source
-from jgpt.shapes.trace import shape_trace
-
-
-@typed
-def doubled(x: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    return 2 * x
-
-
-x = jnp.ones(3)
-assert capture(doubled, "doubled")(x)["doubled"].sum() == 6
-assert edit(doubled, {"doubled": jnp.negative})(x).sum() == -6
-assert prove(doubled, "float32[n]")
-shape_trace(doubled, x)
-print(*sorted({"flax", "optax", "orbax", "equinox"} & set(sys.modules)))
-"""
-
-
-def test_shapes_need_no_framework():
-    """Flax is imported where a module of it is given."""
-    command = [sys.executable, "-c", WITHOUT_FLAX]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert done.stdout.split() == []
-
-
 def test_the_shape_contract_is_in_this_order():
     """A file of it imports from those before it; nothing of the first four needs what follows."""
     files = [path.stem for path in (PACKAGE / "shapes").glob("[!_]*.py")]

@@ -315,8 +315,6 @@ def test_values_need_arrays_and_a_failing_call_is_explained():
     assert source.functions[-1].lines[-1].text.strip() == "z = y @ kernel"
 
 
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 

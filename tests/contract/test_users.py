@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,24 +82,6 @@ def test_a_module_of_theirs_is_checked(gate):
         "Got: float32[2,3,11]\n"
         "Reason: the dimension size 11 does not equal the existing value of 2*{self.embed_dim}=12."
     )
-
-
-NOTHING: Any = 3
-
-
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (lambda: jgpt.typed(NOTHING), "@typed is for functions and methods, not for 3"),
-        (lambda: jgpt.typed(jgpt.Head), "@typed is for functions and methods, not for <class"),
-        (lambda: record(NOTHING), "must be called with a dataclass"),
-        (lambda: record(type("Plain", (), {})), "must be called with a dataclass"),
-        (lambda: jgpt.check(1, int), r"check\(\) needs an array annotation, .* not int"),
-    ],
-)
-def test_misuse_of_theirs_says_so(misuse, message):
-    with pytest.raises(TypeError, match=message):
-        misuse()
 
 
 WRONG_CALLS = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import GPT, BigramLM, cross_entropy, preset
+from jgpt import GPT, cross_entropy, preset
 from tests.models import (
     SIZES,
     TRANSFORMERS,
@@ -123,21 +123,6 @@ def test_a_narrow_model_keeps_its_softmax_norms_and_residuals_wide(family, betwe
     # the same parameters, and bfloat16 has 8 bits: a few hundredths of the spread of the logits
     tolerance = 0.03 * float(jnp.std(expected))
     np.testing.assert_allclose(np.float32(found), expected, atol=tolerance)
-
-
-def test_a_bigram_s_rows_are_the_logits():
-    model = BigramLM(83, rngs=nnx.Rngs(0))
-    table = np.asarray(model.table.embedding[...])
-    tokens = np.array([[3, 82, 0], [82, 82, 5]])
-
-    evaluated = model(jnp.asarray(tokens), rngs=None)
-    trained = model(jnp.asarray(tokens), rngs=nnx.Rngs(dropout=1))
-
-    assert table.shape == (83, 83)
-    assert abs(table.mean()) < 0.05
-    assert abs(table.std() - 1) < 0.05
-    assert np.array_equal(evaluated, table[tokens])
-    assert np.array_equal(trained, table[tokens])
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from jgpt import CharTokenizer, typed
-from jgpt.page.model import forward_program, gradient_program
+from jgpt import CharTokenizer
 from jgpt.page.numbers import Look
-from jgpt.page.program import Uncomputable, make_program
+from jgpt.page.program import make_program
 from tests.javascript import Call, needs_javascript, run_programs
 from tests.models import random_model
 from tests.runs.test_plots import CONFIGS
@@ -62,38 +60,6 @@ def test_the_gradient_of_a_branch_has_what_this_branch_keeps_alone():
     found, other = [gradient for answer in answers for gradient in answer.values()]
     np.testing.assert_allclose(found, np.cos(x), rtol=1e-6)
     np.testing.assert_array_equal(other, [2, 2, 2])
-
-
-class Repeats(nnx.Module):
-    """A model with a loop, which JAX has no gradient of."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.vocab_size = 17
-        self.block_size = 12
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (17, 17)))
-
-    def __call__(self, tokens: Any, *, rngs: Any = None) -> Any:
-        return jax.jit(self.repeated)(self.embed(tokens))
-
-    @typed
-    def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time features"]:
-        return self.table[...][tokens]
-
-    def repeated(self, x: Any) -> Any:
-        return jax.lax.while_loop(lambda x: x.max() < 9, lambda x: 2 * x, x)
-
-
-def test_an_operation_without_a_gradient_is_refused_with_the_line_that_uses_it():
-    line = Repeats.repeated.__code__.co_firstlineno + 1
-    look = Look(Repeats(rngs=nnx.Rngs(0)), TOKENIZER, "repeats")
-    forward_program(look, 4)  # the control
-
-    with pytest.raises(Uncomputable) as error:
-        gradient_program(look, 4)
-
-    assert str(error.value) == (
-        f"the page can't compute the gradient of while, which {__file__}:{line} uses"
-    )
 
 
 # --- whole programs -------------------------------------------------------------------------------

@@ -156,15 +156,6 @@ def run(trained) -> Path:
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A page of two layers, three heads and eleven tokens, and its record."""
-    path = tmp_path_factory.mktemp("page") / "look.html"
-    model = random_gpt("nanogpt")
-    page_of(path, model, new=1)
-    return path, record(model, json_of(path)["text"])
-
-
 def open_page(page: Page, path: Path, width: int = 1280) -> None:
     """Open a page, and wait until it has computed its first text."""
     page.open("about:blank")
@@ -172,15 +163,6 @@ def open_page(page: Page, path: Path, width: int = 1280) -> None:
     page.requests.clear()
     page.open(path, width)
     page.run(STARTED)
-
-
-@pytest.fixture
-def shown(page: Page, written):
-    path, data = written
-    open_page(page, path)
-    yield page, data
-    assert page.errors == []
-    assert [url.partition(":")[0] for url in page.requests] == ["file", "blob"]
 
 
 def middle_of(page: Page, element: str) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.nn.stacking import unstack_blocks
-from jgpt.parallel.rules import Dimensions
 from jgpt.training.optimizer import make_optimizer, partition
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import dropout_stream, init_state
@@ -303,40 +302,3 @@ def test_a_custom_optimizer_sees_the_same_weights_with_and_without_a_scan():
     assert jax.tree.structure(scanned) == jax.tree.structure(looped)
     for found, expected in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
-
-
-TABLES: dict[str, Dimensions] = {
-    "wte": ("vocab_size", "embed_dim"),
-    "positions": (None, "embed_dim"),
-    "blocks.0.values": ("vocab_size", "embed_dim"),
-}
-OTHERS: dict[str, Dimensions] = {
-    "blocks.0.projection": (("num_heads", 2), "embed_dim"),
-    "blocks.0.adapter": (None, "embed_dim"),
-    "blocks.0.experts": (None, "embed_dim", "hidden_dim"),
-    "unembed": ("embed_dim", "vocab_size"),
-    "embedding": (None, None),
-    "scale": ("embed_dim",),
-    "unknown": (),
-}
-
-
-def test_embeddings_are_known_by_their_dimensions_not_by_an_attribute_s_name():
-    dimensions = TABLES | OTHERS
-    weights: dict = {"blocks": {0: {}}}
-    stacked_weights: dict = {"blocks": {"stacked": {}}}
-    for path, names in dimensions.items():
-        leaf = jnp.zeros([2] * len(names))
-        in_a_block, _, part = path.rpartition(".")
-        if in_a_block:
-            weights["blocks"][0][part] = leaf
-            stacked_weights["blocks"]["stacked"][part] = leaf[None]
-        else:
-            weights[path] = leaf
-            stacked_weights[path] = leaf
-    config = OptimizerConfig(embedding_learning_rate=0.1, optimizer="muon")
-
-    for tree in (weights, stacked_weights):
-        labels = labels_by_name(partition(config, tree, dimensions))
-        found = {name.replace("stacked", "0") for name in labels if labels[name] == "embedding"}
-        assert found == set(TABLES)
