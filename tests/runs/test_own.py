@@ -190,7 +190,7 @@ def make_with_dropout(config, *, rngs):
         (maker_of(**WHOLE | {"vocab_size": 9}), "Mine.vocab_size is 9, not the config's 11"),
         (make_with_dropout, "a Mine holds RngCount, RngKey: `fit` trains nnx.Param alone"),
     ],
-    ids=["all", "one", "vocabulary", "module", "random numbers"],
+    ids=["one", "vocabulary", "random numbers"],
 )
 def test_what_a_model_lacks_is_said_by_name(make, message):
     config = jgpt.ModelConfig(vocab_size=11, make=make)
