@@ -69,13 +69,6 @@ def matched(size) -> bool:
             return False
 
 
-def raised(size) -> bool:
-    try:
-        raise KeyError(size)
-    except KeyError as error:
-        return "7" in str(error)
-
-
 ASKED: dict[str, Callable[[Any], bool]] = {
     # as a key or a member
     "in a set": lambda n: n in {3, 7},

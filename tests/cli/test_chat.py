@@ -2,7 +2,6 @@
 
 import os
 import select
-from pathlib import Path
 
 import pytest
 
@@ -10,11 +9,6 @@ from tests.cli.screen import in_a_terminal
 from tests.generation.test_chat import chat_run
 
 GREEDY = ("--temperature", "0", "--max-new-tokens")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    return chat_run(tmp_path_factory.mktemp("chat") / "run", block_size=64)
 
 
 @pytest.mark.slow

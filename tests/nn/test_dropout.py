@@ -18,10 +18,6 @@ CONFIG = dataclasses.replace(PLAIN, dropout=RATE)
 FIVE_TOKENS = jnp.zeros((1, 5), jnp.int32)
 
 
-def rngs(seed):
-    return nnx.Rngs(dropout=jax.random.key(seed))
-
-
 def share_deviation(count):
     """The standard deviation of the share that is kept of so many numbers."""
     variance = RATE * (1 - RATE) / count

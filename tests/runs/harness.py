@@ -13,7 +13,6 @@ from jgpt.runs.progress import Progress
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 kill_resume = importlib.import_module("kill_resume")
-runner = importlib.import_module("runner")
 
 
 def with_changes(config: TrainConfig, **changes: Any) -> TrainConfig:

@@ -25,10 +25,6 @@ TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen chara
 PROMPT = "script\u20ac\U0001f642\n<"
 
 
-def page_of(path: Path, model, prompt: str = PROMPT, new: int = 0) -> None:
-    path.write_text(model_page(model, TOKENIZER, "run", prompt, new), encoding="utf-8")
-
-
 def record(model, prompt: str = PROMPT) -> dict:
     """What the program of a page computes of a prompt."""
     return record_of(Look(model, TOKENIZER, "run"), TOKENIZER.encode(prompt).tolist())

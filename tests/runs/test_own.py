@@ -79,11 +79,6 @@ def config_of_sums(small_run, out):
 
 
 @pytest.fixture
-def config(small_run, tmp_path):
-    return config_of_sums(small_run, tmp_path / "run")
-
-
-@pytest.fixture
 def sums():
     return Sums(SumsConfig(vocab_size=11, block_size=7, rank=3), rngs=nnx.Rngs(0))
 

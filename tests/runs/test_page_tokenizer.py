@@ -360,9 +360,3 @@ def test_another_tokenizer_is_refused_with_the_reason():
         vocabulary_of(BPETokenizer(llama2(), vocab_size=1000))
     with pytest.raises(Uncomputable, match=r"it is none of characters, bytes and byte-pairs$"):
         vocabulary_of(NumberTokenizer(11))
-
-
-# --- hostile names --------------------------------------------------------------------------------
-
-HOSTILE = ["</script><script>window.ran = 1</script>", "{{style}}", "{{data}}", "<!--", "\0"]
-HOSTILE += ["\u2028", "__proto__", "constructor", "[a-z](?i)", "\\p{L}", "$&", "]]>", "\u202e"]

@@ -18,7 +18,7 @@ from jgpt.data.batches import batches
 from jgpt.nn import depth, loss, models, transformer
 from jgpt.parallel import gather, rules
 from jgpt.parallel.mesh import abstract_mesh, make_mesh, use_mesh
-from jgpt.parallel.rules import abstract_arrays, axes_of, dimensions_of, replicate
+from jgpt.parallel.rules import abstract_arrays, axes_of, replicate
 from jgpt.training import optimizer
 from jgpt.training.ahead import _without_compilation_cache
 from jgpt.training.state import abstract_state, dropout_stream, init_state, state_specs
@@ -331,13 +331,6 @@ def test_each_rule_is_what_the_documentation_says():
     mesh = abstract_mesh(ALL)
     found = {name: axes_of(name, mesh) for name in rules.RULES}
     assert found == SHARDED
-
-
-def dimensions(model: Any) -> dict[str, tuple[Any, ...]]:
-    """The dimensions' names of a model's parameters by path, the block's without its number."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    paths = {".".join(map(str, path)): dimensions_of(variable) for path, variable in flat}
-    return {path.removeprefix("blocks.0."): names for path, names in paths.items()}
 
 
 # --- faults are seen, and for the right reason ----------------------------------------------------
