@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import re
 
 import jax
@@ -379,3 +380,65 @@ result   bfloat16[batch=3 4]
     ]
     with pytest.raises(ValueError, match="abs makes no typed call"):
         jgpt.shape_trace(jnp.abs, jnp.ones(3))
+
+
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True}])
+def test_a_watch_that_replaces_nothing_changes_no_program(changes):
+    graph, weights = nnx.split(model_of(**changes))
+
+    def lowered() -> str:
+        # a function of its own each time: JAX would reuse the program that was traced before
+        def forward(weights, tokens):
+            model = nnx.merge(graph, weights)
+            return model(tokens)
+
+        return jax.jit(forward).lower(weights, TOKENS).as_text()
+
+    alone = lowered()
+    with jgpt.watching(lambda call: None):
+        watched = lowered()
+
+    assert watched == alone
+
+
+def test_eager_calls_compile_nothing_anew_for_a_watch():
+    model = model_of()
+    heard(model, TOKENS)
+    jgpt.capture(model, "blocks.1")(TOKENS)
+    compiled: list[str] = []
+
+    def handle(logger, record):
+        compiled.append(record.msg)
+
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Logger, "handle", handle)
+        for _ in range(3):
+            heard(model, TOKENS)
+            jgpt.capture(model, "blocks.1")(TOKENS)
+
+    assert compiled == []
+
+
+def test_a_patch_of_another_prompt_under_jit_and_grad():
+    """Patching the whole residual stream gives the other prompt's logits."""
+    model = model_of()
+    other = (TOKENS + 3) % 17
+    graph, weights = nnx.split(model)
+    (stream,) = jgpt.capture(model, "blocks.2")(other).values()
+
+    def patched(weights):
+        patched_model = jgpt.edit(nnx.merge(graph, weights), {"blocks.2": lambda x: stream})
+        return patched_model(TOKENS)
+
+    def summed(weights):
+        return patched(weights).sum()
+
+    found = jax.jit(patched)(weights)
+    gradients = jax.jit(jax.grad(summed))(weights)
+
+    np.testing.assert_allclose(found, model(other), rtol=1e-5, atol=1e-6)
+    # what comes before the patch has no gradient, and what comes after it has one
+    query = gradients["blocks"][0]["attention"]["query"]["kernel"][...]
+    final_scale = gradients["final_norm"]["scale"][...]
+    assert jnp.abs(query).max() == 0
+    assert jnp.abs(final_scale).max() > 0

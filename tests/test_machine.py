@@ -14,6 +14,8 @@ from jgpt.machine import (
     memory_in_use,
     memory_limit,
 )
+from jgpt.runs.fit import plan
+from jgpt.runs.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,17 @@ def jax_platforms(chosen: str | None):
     jax.config.update("jax_platforms", chosen)
     yield
     jax.config.update("jax_platforms", before)
+
+
+def test_training_names_the_unused_gpu_before_it_starts(monkeypatch, small_run, tmp_path):
+    monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = []
+
+    class Heard(Progress):
+        def warned(self, message):
+            said.append(message)
+
+    with jax_platforms(None):
+        plan(small_run, progress=Heard())
+    assert [line for line in said if "jax[cuda12]==" in line]

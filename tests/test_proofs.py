@@ -428,3 +428,45 @@ if __name__ == "__main__":  # python -m tests.test_proofs writes the record
     for name, proving in PROVEN.items():
         programs[name] = {"arrays": ", ".join(proving.args[1:]), **counts(proving())}
     print(runner.write("proofs", {"programs": programs}, machine))
+
+
+def test_an_equality_that_jax_can_t_use_is_an_open_case():
+    def wrong_where_equal(x: Array, y: Array) -> Array:
+        total = x.sum()
+        if sum(x.shape) == y.shape[0]:
+            total = total + jnp.ones(2) + jnp.ones(3)
+        return total
+
+    proof = prove(wrong_where_equal, "float32[a b]", "float32[c]")
+
+    verdicts = {case.where[0]: case.verdict for case in proof.cases}
+    assert verdicts == {
+        "b + a == c": "open",
+        "b + a >= c + 1": "proven",
+        "b + a <= c - 1": "proven",
+    }
+    assert proof.cases[0].detail == "JAX can't use the constraint b + a == c"
+
+
+@jax.jit
+def reshaped_to_four(x):
+    fives = x.reshape(3, -1, 5)
+    return fives[0].reshape(4)
+
+
+@jax.jit
+def reshaped_to_one_more(x):
+    return x.reshape(x.shape[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "array", "detail"),
+    [
+        (reshaped_to_four, "float32[3*b 5]", "a reshape of 5*b entries to 4"),
+        (reshaped_to_one_more, "float32[b]", "a reshape of b entries to b + 1"),
+    ],
+)
+def test_a_reshape_in_a_compiled_function_is_found(function, array, detail):
+    proof = prove(function, array)
+
+    assert only_case(proof).detail == detail

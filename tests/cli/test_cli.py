@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import save_hf
+from jgpt import GPT, save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
@@ -337,3 +337,76 @@ def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
     said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
 
     assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
+
+
+@pytest.mark.slow
+def test_a_prompt_file_is_a_file(run, tmp_path):
+    """Or standard input, read as a text is."""
+    windows = b"\xef\xbb\xbfthis\r\neye"
+    (tmp_path / "prompt.txt").write_bytes(windows)
+    from_file = ("--temperature", 0, "--max-new-tokens", 12, "--prompt-file")
+    said = worked("sample", run, *from_file, tmp_path / "prompt.txt")
+    assert said == worked("sample", run, *from_file, "-", stdin=windows)
+    assert said == worked("sample", run, *GREEDY, "this\neye")
+    said = refused("sample", run, "--prompt-file", "-", stdin=b"caf\xe9")
+    assert "standard input is not UTF-8 text" in said
+
+
+@pytest.mark.slow
+def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
+    monkeypatch.setattr("jgpt.cli.commands.sample.BATCH_SIZE", 2)
+    said = worked("sample", run, *SAMPLE, "the", "--num-samples", 3)
+    texts = said.removesuffix("\n").split("\n---------------\n")
+    assert all(text.startswith("the") and len(text) == 15 for text in texts)
+    assert len(set(texts)) == len(texts) == 3
+
+
+def test_only_weights_in_int8_are_quantised(run, monkeypatch):
+    sampled = []
+    monkeypatch.setattr("jgpt.nn.int8.with_int8_weights", lambda _: "quantised")
+    monkeypatch.setattr(
+        "jgpt.generation.text.stream_text", lambda model, *_, **__: sampled.append(model) or ()
+    )
+
+    def chat(model, *_, **__):
+        sampled.append(model)
+        raise ValueError("go")
+
+    monkeypatch.setattr("jgpt.generation.chat.Chat", chat)
+    for weights in ("saved", "int8"):
+        worked("sample", run, "--weights", weights)
+        assert refused("chat", run, "--weights", weights) == "jgpt: go"
+
+    assert [type(model) for model in sampled] == [GPT, GPT, str, str]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sample", "--max-new-tokens", 3),
+        ("chat",),
+        ("look", "--prompt", "the"),
+        ("look",),
+        ("export", "--out", "exported"),
+        ("eval",),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
+    command, run, monkeypatch, tmp_path
+):
+    asked = []
+
+    def read(run, *_, which="best", **__):
+        asked.append(which)
+        raise ValueError("read")
+
+    monkeypatch.setattr("jgpt.runs.load.load", read)
+    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", read)
+    name, *options = command
+    for given in ("best", "last", "30"):
+        ask = (name, run, *options, "--checkpoint", given)
+        assert refused(*ask, cwd=tmp_path) == "jgpt: read"
+    refused(name, run, *options, cwd=tmp_path)
+
+    assert asked == ["best", "last", 30, "best"]

@@ -575,3 +575,57 @@ def test_no_option_was_left_out():
         if untyped := flags - typed:
             missing[name] = sorted(untyped)
     assert missing == {}
+
+
+def test_the_options_of_a_run_reach_the_run(calls, tmp_path):
+    """Those beside the config: what to do with the directory, custom code."""
+    calls.note("jgpt.runs.fit.fit", stop=True)
+    calls.note("jgpt.runs.fit.plan", stop=True)
+    calls.note("jgpt.training.ahead.compile_ahead", stop=True)
+    (tmp_path / "own.py").write_text(MODEL_FILE)
+    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
+    initial = ("--initial", "other@40", "--with-optimizer")
+
+    type_in("train", "tiny", "--resume", *initial, *code, cwd=tmp_path)
+    received = calls.received.pop("fit")
+    assert received["initial"] == "other@40"
+    assert received["with_optimizer"] is True
+    assert received["resume"] is True
+    assert received["overwrite"] is False
+    assert received["config"].model.make.__name__ == "GPT"
+    assert received["config"].optimizer.make.__name__ == "lion"
+    assert received["config"].objective.__name__ == "ours"
+    type_in("train", "tiny", "--overwrite", cwd=tmp_path)
+    received = calls.received.pop("fit")
+    assert received["resume"] is False
+    assert received["overwrite"] is True
+
+
+def test_the_options_of_a_dry_run_reach_the_plan(calls, tmp_path):
+    (tmp_path / "own.py").write_text(MODEL_FILE)
+    calls.note("jgpt.runs.fit.plan", stop=True)
+    calls.note("jgpt.training.ahead.compile_ahead", stop=True)
+    code = ("--model", "own.py:GPT", "--optimizer", "own.py:lion", "--objective", "own.py:ours")
+    initial = ("--initial", "other@40", "--with-optimizer")
+
+    dry_run = ("train", "tiny", "--dry-run")
+    type_in(*dry_run, "--resume", *initial, *code, cwd=tmp_path)
+
+    plan = calls["plan"]
+    assert plan["initial"] == "other@40"
+    assert plan["with_optimizer"] is True
+    assert plan["resume"] is True
+    assert plan["overwrite"] is False
+    config = plan["config"]
+    assert config.model.make.__name__ == "GPT"
+    assert config.optimizer.make.__name__ == "lion"
+    assert config.objective.__name__ == "ours"
+
+    type_in(*dry_run, "--overwrite", cwd=tmp_path)
+
+    assert calls["plan"]["resume"] is False
+    assert calls["plan"]["overwrite"] is True
+
+    type_in(*dry_run, "--on", "v5e:2x4", cwd=tmp_path)
+
+    assert calls["compile_ahead"]["on"] == "v5e:2x4"

@@ -1,6 +1,7 @@
 """What holds from call to call: nothing said of one counts for the next, and scopes end."""
 
 import inspect
+import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -108,3 +109,24 @@ def test_arguments_are_bound_as_python_binds_them(function, args, kwargs):
         assert typed(function)(*args, **kwargs) == expected
     assert tuple(heard[0].values()) == expected
     assert list(heard[0]) == list(inspect.signature(function).parameters)
+
+
+def test_each_thread_has_its_own_sizes():
+    met = threading.Barrier(2, timeout=20)
+
+    @typed
+    def waiting(x: Float[Array, "size"]) -> Float[Array, "size"]:
+        met.wait()
+        return x
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda size=size: results.append(waiting(jnp.ones(size)).shape))
+        for size in (3, 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(results) == [(3,), (4,)]

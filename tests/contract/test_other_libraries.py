@@ -116,3 +116,34 @@ def test_a_model_of_another_library_is_checked_watched_captured_drawn_and_proven
 
     assert str(prove(model, "float32[t 6]")).startswith("proven    all sizes\n")
     assert not prove(model, "float32[t 7]")
+
+
+class EquinoxPair(eqx.Module):
+    gates: list[EquinoxGate]
+
+    @typed
+    def __call__(self, x: Float[Array, "time features"]) -> Float[Array, "time features"]:
+        for gate in self.gates:
+            x = gate(x)
+        return x
+
+
+def test_the_modules_of_an_equinox_model_are_captured_and_edited_by_the_names_of_the_tree():
+    gates = []
+    for seed in range(2):
+        gates.append(EquinoxGate(eqx.nn.Linear(6, 12, key=jax.random.key(seed)), 6))
+    model = EquinoxPair(gates)
+
+    names = [call.name for call in shape_trace(model, X).calls]
+    captured = capture(model, *names)(X)
+    edited = edit(model, {"EquinoxGate": lambda x: x + 1})
+
+    assert names == ["EquinoxGate", "EquinoxGate"]
+    first = gates[0](X)
+    assert jnp.allclose(captured["EquinoxGate"], first)
+    assert jnp.allclose(captured["EquinoxGate[1]"], gates[1](first))
+    expected = gates[1](first + 1) + 1
+    assert jnp.allclose(eqx.filter_jit(lambda model, x: model(x))(edited, X), expected)
+    # the model is an argument of the program, with its edits as a part of the program's key
+    assert jnp.allclose(jax.jit(lambda model, x: model(x))(edited, X), expected)
+    assert jnp.allclose(jax.jit(lambda model, x: model(x))(model, X), gates[1](first))

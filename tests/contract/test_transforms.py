@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, TypeCheckError
+from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
+from jgpt.shapes.contract import typed
 
 BATCH, TIME, EMBED, LAYERS = 3, 7, 10, 2
 GOOD = jax.ShapeDtypeStruct((BATCH, TIME, EMBED), jnp.float32)
@@ -120,3 +121,21 @@ def test_a_model_is_exported_for_any_batch_and_length(names, options):
     for shape in ((2, 5), (3, 11)):
         tokens = np.random.default_rng(0).integers(vocab_size, size=shape).astype(np.int32)
         np.testing.assert_allclose(exported.call(tokens), call(tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_shards_have_their_own_sizes():
+    """In eight shards of a batch of eight, `batch` is one; in the whole it is eight."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    seen = []
+
+    @typed
+    def per_shard(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+        seen.append(x.shape)
+        return x
+
+    data = PartitionSpec("data")
+    whole = jax.ShapeDtypeStruct((8, 5), np.float32)
+    mapped = jax.shard_map(per_shard, mesh=mesh, in_specs=data, out_specs=data)
+
+    assert jax.eval_shape(mapped, whole).shape == (8, 5)
+    assert seen == [(1, 5)]

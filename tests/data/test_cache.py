@@ -305,3 +305,32 @@ def test_a_longer_text_takes_no_more_memory(tmp_path, kind):
     short, long = map(int, done.stdout.split())
 
     assert long < short + 8_000_000
+
+
+def test_without_a_cache_that_can_be_written_the_tokens_end_with_the_process(text, tmp_path):
+    """As in a container whose home is read-only."""
+    place = tmp_path / "file"
+    place.write_text("")
+    code = f"""
+import platformdirs
+platformdirs.user_cache_dir = lambda *_: {str(place / "cache")!r}
+from jgpt import DataConfig
+from jgpt.data.dataset import load_dataset
+dataset = load_dataset(DataConfig(({str(text)!r},)), 8)
+print(len(dataset.train), dataset.train.filename)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, file = done.stdout.split()
+
+    assert int(count) > 50_000
+    assert not Path(file).parents[1].exists()
+
+
+def test_a_text_that_changes_while_it_is_read_is_an_error(text, user_cache):
+    def change(fraction):
+        if fraction == 0.5:
+            text.write_text("def " * 30_000)
+
+    with pytest.raises(ValueError, match=r"text\.txt changed while it was read: start again"):
+        load_dataset(DataConfig((str(text),)), 8, progress=change)
+    assert folders(user_cache) == []

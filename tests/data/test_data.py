@@ -1,6 +1,7 @@
 """A batch is a function of the tokens, the seed and the step; an evaluation sees all once."""
 
 import dataclasses
+import hashlib
 import math
 import re
 
@@ -17,7 +18,7 @@ from jgpt.data import prepared as prepared_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
-from jgpt.data.prepared import prepare
+from jgpt.data.prepared import digest_of, prepare
 from jgpt.parallel.mesh import make_mesh
 
 COUNTING = np.arange(1013, dtype=np.int32)
@@ -236,3 +237,34 @@ def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_dataset(config, 16)
+
+
+def test_every_place_is_drawn_and_no_other():
+    ten = COUNTING[:10]  # windows of 8 start at 0, 1 or 2
+
+    windows = np.asarray(batches(ten, 0, 0, steps=50, batch_size=4, block_size=7))
+
+    starts, counts = np.unique(windows[..., 0], return_counts=True)
+    assert starts.tolist() == [0, 1, 2]
+    assert counts.min() > 40  # of 200, each about a third
+
+
+def test_a_digest_is_of_all_tokens():
+    """More of them than are hashed at once."""
+    tokens = (np.arange((1 << 20) + 3) % 60_000).astype(np.uint16)
+    little_endian = tokens.astype("<u4").tobytes()  # so that the digest is the same for any type
+    expected = hashlib.sha256(little_endian).hexdigest()
+
+    digest = digest_of(tokens)
+
+    assert digest == expected
+
+
+def test_seed_and_step_decide_the_batch():
+    drawn = set()
+    for seed in (0, 1, 2**31, 2**32 - 1):  # up to the largest that a config allows
+        for step in (0, 1, 2, 1000):
+            windows = np.asarray(batches(COUNTING, seed, step, 1, 4, 7))
+            drawn.add(windows.tobytes())
+
+    assert len(drawn) == 16

@@ -19,6 +19,7 @@ from jgpt import DataConfig, files
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
+from tests.commands import files_of_at_most, refused
 from tests.disk import Disk
 
 CODE = """
@@ -289,3 +290,28 @@ def test_a_pipe_is_prepared(tmp_path):
     names = ["dataset.json", "tokenizer.json", "tokens.bin"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_process_that_is_killed_while_its_folder_s_name_is_synced_leaves_no_lock(
+    tmp_path, words, monkeypatch
+):
+    out = tmp_path / "out"
+    locks = []
+
+    def look(folder):
+        if out.exists():
+            locks.append(list(tmp_path.glob("*.lock")))
+
+    monkeypatch.setattr(files, "sync_directory", look)
+    prepare(words, out)
+    assert locks == [[]]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 100_000)
+    out = tmp_path / "out"
+    with files_of_at_most(100_000):
+        line = refused("prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", out)
+
+    assert line == f"jgpt: {out} can't be written: File too large"
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -10,7 +10,9 @@ import tokenizers as tk
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import encode_each
+from jgpt.generation.chat import END, START, Chat
 from jgpt.interop.text_files import read_folder_tokenizer
+from tests.generation.test_chat import Model
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
 BOS = {"llama2": "<s>", "llama3": "<|begin_of_text|>"}
@@ -179,3 +181,31 @@ def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
     tokens = encoded_parts(tokenizer, ["hello", " world"])
 
     assert tokens == tokenizer.encode("hello world").tolist()
+
+
+def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")  # with which transformers writes a template
+    backend = with_tokens(backend, (START, END), {})
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    theirs.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = BPETokenizer.from_hf(json.loads(backend.to_str()))
+    messages = [
+        {"role": "system", "content": " hello \n"},
+        {"role": "user", "content": "\n\nthe world\u3000"},
+        {"role": "assistant", "content": "wörld\x1c\t"},
+        {"role": "user", "content": "12345 "},
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    class LongModel(Model):
+        block_size = 500
+
+    chat = Chat(LongModel(), tokenizer, " hello \n")  # type: ignore[arg-type]
+    turns = [chat._pieces(message["role"], message["content"]) for message in messages]
+
+    assert chat._tokens(turns) == expected
+    assert expected.count(backend.token_to_id(START)) == 5

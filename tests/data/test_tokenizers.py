@@ -229,3 +229,54 @@ def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs)
         twice | {"merges": [*merges, ["Ġ", "q"], ["q", "x"], ["Ġ", "qx"]]},
     ):
         assert from_hf(byte_pairs, model=model | changes).fast is None
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
+
+
+def test_what_tiktoken_rejects_is_encoded_still(quick):
+    """Its regular expression takes a run of spaces onto a stack."""
+    spaces = " " * 2_000_000 + "x"
+    with pytest.raises(ValueError, match="Max stack size"):
+        quick[2].fast.encode_to_numpy(spaces)
+    assert len(quick[2].encode(spaces)) == 2_000_000
+    with pytest.raises(ValueError, match="lone surrogate"):
+        quick[2].encode("a" * (1 << 16) + "\ud800")
+
+
+DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
+}
+
+
+TOKEN = {"special": True, "normalized": False, "single_word": False, "lstrip": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": DIGITS},
+        {"pre_tokenizer": BYTES},
+        {"pre_tokenizer": BYTES | {"use_regex": True, "add_prefix_space": True}},
+        {"pre_tokenizer": None},
+        {"normalizer": {"type": "NFC"}},
+        {"post_processor": TEMPLATE | {"single": [PIECE] * 2}},
+        {"added_tokens": [TOKEN | {"id": 999, "content": "<a>", "rstrip": True}]},
+        {
+            "added_tokens": [
+                TOKEN | {"id": 998 + n, "content": n * "<", "rstrip": False} for n in (1, 2)
+            ]
+        },
+    ],
+    ids=str,
+)
+def test_tokens_that_might_differ_are_left_to_tokenizers(byte_pairs, changes):
+    assert from_hf(byte_pairs).fast is not None
+    assert from_hf(byte_pairs, **changes).fast is None

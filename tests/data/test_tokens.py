@@ -150,3 +150,14 @@ def test_a_dataset_from_tokens_is_split_like_a_text():
 def test_tokens_that_are_none_are_refused(tokens, options, message):
     with pytest.raises(ValueError, match=message):
         Dataset.from_tokens(tokens, **options)
+
+
+def test_a_dataset_may_have_splits_of_its_own():
+    dataset = Dataset.from_tokens(NOTES, validation=NOTES[:9], test=NOTES[:7], vocab_size=128)
+    other = Dataset.from_tokens(NOTES, validation=NOTES[:9], test=NOTES[1:8], vocab_size=128)
+
+    assert dataset.train.tolist() == NOTES.tolist()
+    assert dataset.validation.tolist() == NOTES[:9].tolist()
+    assert dataset.test.tolist() == NOTES[:7].tolist()
+    assert dataset.tokenizer.vocab_size == 128
+    assert dataset.digest != other.digest

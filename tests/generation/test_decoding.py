@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jgpt import GPT, generate
+from jgpt.generation import decoding
 from jgpt.generation.decoding import TOKENS_PER_CALL, stream
 from jgpt.generation.sampling import Sampling, next_token
 from jgpt.parallel.mesh import make_mesh
@@ -296,3 +297,55 @@ def test_each_sampling_parameter_reaches_the_draw(windows):
     assert drawn(temperature=30.0) != greedy
     for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert drawn(temperature=30.0, **options) == greedy
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_weights_that_are_committed_to_a_device_compile_one_decode_loop(time, caplog):
+    """As those of a checkpoint are; what the loop returns is committed then."""
+    model = small_model("nanogpt", vocab_size=VOCAB + 10 + time, num_layers=1)
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        generate(model, PROMPT[:, :time], TOKENS_PER_CALL + 1, key=KEY)
+
+    assert sum("XLA compilation of jit(_draw)" in line for line in caplog.messages) == 1
+
+
+def test_broken_weights_are_reported(model):
+    broken = nnx.clone(model)
+    broken.final_norm.scale[...] = jnp.full_like(broken.final_norm.scale[...], jnp.nan)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        generate(broken, PROMPT, 3, key=KEY)
+
+
+@pytest.fixture
+def draws(prefills, monkeypatch):
+    """The calls of `_compiled_draw`, which computes nothing either."""
+    calls = []
+
+    def draw(weights, window, length, cache, start, count, key, sampling, *, graph, recomputes):
+        calls.append({"start": start, "sampling": sampling, "recomputes": recomputes})
+        return window, length, cache, np.zeros((len(window), TOKENS_PER_CALL), np.int32), True
+
+    monkeypatch.setattr(decoding, "_compiled_draw", draw)
+    return calls
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """The calls of `_prefill`, which computes nothing."""
+    calls = []
+
+    def prefill(weights, window, length, *, graph, width, capacity):
+        calls.append({"width": width, "capacity": capacity})
+        return window, length, None
+
+    monkeypatch.setattr(decoding, "_prefill", prefill)
+    return calls
+
+
+def test_each_sampling_parameter_is_passed_on(model, draws):
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125}
+    generate(model, PROMPT, 1, key=KEY, **options)
+    assert vars(draws[0]["sampling"]) == options
+    generate(model, PROMPT, 1, key=KEY)
+    assert draws[1]["sampling"] == Sampling()

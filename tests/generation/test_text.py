@@ -179,3 +179,12 @@ def test_a_stream_says_what_all_tokens_say_together(context, text, size):
 
     assert tokenizer.decode(before) + said == tokenizer.decode(before + after)
     assert at_the_end == ""  # nothing waits for it
+
+
+def test_only_what_may_become_a_stop_string_is_held_back():
+    pieces = cut(b"xabxabc", 1)
+    wide = cut("né🙂".encode(), 1)
+
+    assert list(decoded(pieces, ("abc",))) == ["x", "abx"]
+    assert list(decoded(pieces[:-1], ("abc",))) == ["x", "abx", "ab"]
+    assert list(decoded(wide, ("é!",))) == ["n", "é🙂"]

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jgpt import Head, attend, attention_weights, causal_mask
 from jgpt.nn import kernels
-from jgpt.nn.kernels import fused_attend, repeat_heads
+from jgpt.nn.kernels import attend_windowed, fused_attend, repeat_heads
 from tests.models import attention, compiled, loud, normal
 
 BATCH = 2
@@ -245,3 +245,24 @@ def test_a_window_is_of_the_past():
     for module in (windowed, head):
         with pytest.raises(ValueError, match="`window=2` needs `causal=True`"):
             jax.eval_shape(module, X)
+
+
+def test_the_first_window_and_the_others_drop_with_keys_of_their_own(monkeypatch):
+    """With the same key each window would drop the same weights."""
+    x = normal(1, 8, 4)
+    mask = causal_mask(8)
+    callers_key = jax.random.key(5)
+    keys = []
+
+    def recorded(*inputs, dropout_key, dropout, **options):
+        assert dropout == 0.3
+        numbers = jax.random.key_data(dropout_key)
+        keys.append(numbers.tolist())
+        return attend(*inputs, dropout_key=dropout_key, dropout=dropout, **options)
+
+    monkeypatch.setattr(kernels, "attend", recorded)
+    attend_windowed(x, x, x, mask, 3, dropout=0.3, dropout_key=callers_key)
+
+    first, others = keys
+    assert first != others
+    assert jax.random.key_data(callers_key).tolist() not in keys

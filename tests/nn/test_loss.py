@@ -162,3 +162,23 @@ def test_a_compiled_loss_is_nan_for_a_target_outside_and_so_is_its_gradient(targ
     assert np.isnan(gradient[1]).all()
     with pytest.raises(ValueError, match=f"^target {target} at position 1 is outside"):
         cross_entropy(logits, targets)
+
+
+def test_in_chunks_the_logits_are_never_held_together():
+    """Features and logits of sizes that tell them apart in the compiler's sum."""
+    x, targets, kernel, _ = features(time=64, embed_dim=8, vocab=4096, batch=4)
+    positions = 4 * 64
+    logits_bytes = positions * 4096 * 4
+
+    def temporary_bytes(at_once):
+        def loss(x, kernel):
+            return cross_entropy_from(x, targets, lambda x: x @ kernel, at_once)
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        program = step.lower(x, kernel).compile()
+        analysis = program.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporary_bytes(positions) > logits_bytes
+    assert temporary_bytes(16) < logits_bytes / 4

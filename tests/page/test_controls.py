@@ -101,3 +101,17 @@ def test_three_questions_are_answered_by_clicking(opened, look):
 
 def mean_loss(data):
     return -np.mean(data["next_log_probabilities"][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_a_page_fits_a_phone_and_a_screen_in_light_and_dark(chromium, path, width, scheme):
+    open_page(chromium, path, width, scheme)
+    assert chromium.run("document.documentElement.scrollWidth") <= width
+    paper = chromium.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 384) == (scheme == "dark")
+    assert len(chromium.screenshot()) > 100_000  # a page of empty boxes has 30 to 60 kB
+    if width == 390:  # a finger hits each token
+        boxes = "textSpans.map(e => e.getBoundingClientRect()).map(b => [b.width, b.height])"
+        assert np.min(chromium.run(boxes)) >= 24
+    assert chromium.errors == []

@@ -332,3 +332,23 @@ def test_axes_of_windows_are_not_read_as_tokens():
     for record, tokens in zip(records, texts, strict=True):
         assert "error" not in record, record
         assert_same_record(record, record_of(look, tokens))
+
+
+@needs_javascript
+def test_writing_on_with_the_cache_draws_the_tokens_of_whole_passes():
+    """A factor of 1.000001 is a change, so that the text is read again for each token."""
+    prompt = list(TOKENS[:4])
+    request = {"tokens": prompt, "count": 7, "temperature": 0.8, "seed": 5}
+    unchanged = {"heads": [[0, 1, 1.0]]}
+    nearly = {"heads": [[0, 1, 1.0 + 1e-6]]}
+    changed = {"heads": [[0, 0, 0.0], [0, 1, 0.0], [1, 0, 0.0], [1, 1, 0.0]]}
+
+    cached, whole, other = records_of(
+        "default preset",
+        request | {"changes": unchanged},
+        request | {"changes": nearly},
+        request | {"changes": changed},
+    )
+
+    assert cached == whole
+    assert other != whole

@@ -5,8 +5,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jgpt.generation.decoding import generate
 from jgpt.page.html import model_page
 from jgpt.page.numbers import Look
 from tests.browser import CHROMIUM, Page, shared_browser
@@ -197,3 +201,73 @@ def test_a_link_holds_what_was_changed_and_chosen(default_page, tmp_path):
         assert page.run("[chosen.query, chosen.key, chosen.layer, chosen.head]") == [2, 1, 1, 1]
         assert "JAX" not in said(page, "closeness")  # which has computed the first text alone
         assert page.errors == []
+
+
+@pytest.mark.slow
+def test_a_text_is_written_on_in_the_page_with_the_tokens_of_generate(default_page, tmp_path):
+    look = look_of("default preset")
+    with opened(tmp_path / "page.html", default_page) as page:
+        changed(page, prompt="ips")
+        shown = page.run("""(async () => {
+            crypto.getRandomValues = array => array.fill(7);
+            $("temperature").value = .9;
+            const lengths = new Set();
+            const hear = worker.onmessage;
+            worker.onmessage = message => {
+                hear(message);
+                if (message.data.token !== undefined) showWritten();
+                lengths.add($("prompt").value.length);
+            };
+            await writeOnInWorker();
+            return [...lengths];
+        })()""")
+        found = json.loads(page.run(RECORD))
+        text = page.run("$('prompt').value")
+        sentence = said(page, "said")
+
+    prompt = TOKENIZER.encode("ips")
+    count = look.model.block_size - len(prompt)
+    key = jax.random.key(7)
+    drawn = generate(look.model, jnp.asarray(prompt)[None], count, key=key, temperature=0.9)
+    assert found["tokens"] == np.asarray(drawn)[0].tolist()
+    assert text == found["text"] == TOKENIZER.decode(found["tokens"])
+    assert shown == list(range(4, 4 + count))  # each as it comes
+    assert sentence.startswith(f"{count} tokens, ")
+    assert sentence.endswith(" a second, with seed 7. The text is now as long as a page shows")
+
+
+NOTHING_STARTED = """
+new Promise((done) => {
+  const look = () => $("said").classList.contains("wrong") ? done(0) : setTimeout(look, 20);
+  look();
+})
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(
+    ("right", "wrong", "reason"),
+    [
+        (
+            "'none'; worker-src blob:",
+            "'none'; worker-src 'none'",
+            "Content-Security-Policy must have",
+        ),
+        ('"data":"H4sI', '"data":"AAAA', "is damaged"),
+    ],
+    ids=["policy", "damage"],
+)
+def test_a_page_that_can_not_compute_says_why(right, wrong, reason, default_page, tmp_path):
+    assert default_page.count(right) == 1
+    path = tmp_path / "page.html"
+    path.write_text(default_page.replace(right, wrong))
+    page = shared_browser()
+    page.open(path)
+    page.run(NOTHING_STARTED)
+
+    sentence = said(page, "said")
+    can_type = page.run("!$('prompt').disabled")
+
+    assert sentence.startswith("This page can't compute: ")
+    assert reason in sentence
+    assert not can_type

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from jgpt import CharTokenizer
+from jgpt import CharTokenizer, typed
+from jgpt.page.model import forward_program, gradient_program
 from jgpt.page.numbers import Look
-from jgpt.page.program import make_program
+from jgpt.page.program import DEFINITIONS, Uncomputable, make_program
 from tests.javascript import Call, needs_javascript, run_programs
 from tests.models import random_model
 from tests.runs.test_plots import CONFIGS
@@ -111,3 +113,60 @@ def model_named(name: str) -> Any:
 @functools.cache
 def look_of(name: str) -> Look:
     return Look(model_named(name), TOKENIZER, name)
+
+
+def names_of(program: Any) -> list[str]:
+    return [name for name, _, _, _ in program.operations]
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "expected"),
+    [
+        ("log2", (), np.log2),
+        ("one_minus_square", (), lambda x: 1 - x**2),
+        ("polynomial", (5.0, -3.0, 2.0), lambda x: 5 - 3 * x + 2 * x**2),
+    ],
+)
+def test_a_primitive_of_a_newer_jax_is_made_of_others(name, coefficients, expected):
+    x = np.array([0.25, 0.9999, 1.0, 3.0, 1e-20], np.float32)
+
+    found = DEFINITIONS[name](x, *map(np.float32, coefficients))
+
+    np.testing.assert_allclose(found, expected(x.astype(np.float64)), rtol=1e-6)
+    if hasattr(jax.lax, name):  # then a program has it
+        primitive = getattr(jax.lax, name)
+        arguments = (coefficients,) if coefficients else ()
+        program = make_program(lambda x: primitive(x, *arguments), x)
+        assert name not in names_of(program)
+
+
+class Repeats(nnx.Module):
+    """A model with a loop, which JAX has no gradient of."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.vocab_size = 17
+        self.block_size = 12
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (17, 17)))
+
+    def __call__(self, tokens: Any, *, rngs: Any = None) -> Any:
+        return jax.jit(self.repeated)(self.embed(tokens))
+
+    @typed
+    def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time features"]:
+        return self.table[...][tokens]
+
+    def repeated(self, x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x.max() < 9, lambda x: 2 * x, x)
+
+
+def test_an_operation_without_a_gradient_is_refused_with_the_line_that_uses_it():
+    line = Repeats.repeated.__code__.co_firstlineno + 1
+    look = Look(Repeats(rngs=nnx.Rngs(0)), TOKENIZER, "repeats")
+    forward_program(look, 4)  # the control
+
+    with pytest.raises(Uncomputable) as error:
+        gradient_program(look, 4)
+
+    assert str(error.value) == (
+        f"the page can't compute the gradient of while, which {__file__}:{line} uses"
+    )

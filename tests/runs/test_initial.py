@@ -14,6 +14,7 @@ from jgpt.nn.models import named_parameters
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
 from tests.commands import jgpt as command
+from tests.commands import refused
 from tests.runs.harness import path_of, stopping, with_changes
 
 
@@ -237,3 +238,55 @@ def test_the_commands_take_a_checkpoint_by_its_step(trained, tmp_path):
     assert jgpt.load(tmp_path / "r").metrics["step"] == [12, 13]
     drawn = command("sample", last, "--max-new-tokens", 5, "--seed", 3, cwd=tmp_path)
     assert drawn.code == 0, drawn.stderr
+
+
+@pytest.mark.slow
+def test_all_weights_are_those_of_the_model(trained, config):
+    model = jgpt.load(trained.path).model
+    config = dataclasses.replace(config, steps=1)
+    run = jgpt.fit(config, initial=model, progress=None)
+    other = jgpt.fit(dataclasses.replace(config, out=f"{config.out}-2"), progress=None)
+
+    assert run.metrics["loss"][0] < 0.95 * other.metrics["loss"][0]
+    assert arrays_of(model)  # the model's own arrays were not donated
+
+
+def test_the_command_starts_from_a_run(trained, tmp_path, poem):
+    given = ("train", "--initial", trained.path, "--steps", "1", "--sample-tokens", "0")
+    done = command(*given, "--trainable", "blocks.*", "--out", "r", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    before = arrays_of(jgpt.load(trained.path).model)
+    after = arrays_of(jgpt.load(tmp_path / "r").model)
+    assert (after["token_embedding.embedding"] == before["token_embedding.embedding"]).all()
+    assert any((after[name] != before[name]).any() for name in after)
+    assert "another architecture" in refused(
+        "train", "tiny", "--data", poem, "--initial", trained.path, cwd=tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ("--tokenizer", "bpe"),
+        ("--tokenizer", "byte"),
+        ("--bpe-vocab-size", 512),
+    ],
+)
+def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
+    named, trained, tmp_path
+):
+    """They had no effect, and nothing said so."""
+    for preset in ((), ("tiny",)):
+        said = refused("train", *preset, "--initial", trained.path, *named, cwd=tmp_path)
+
+        option, value = named
+        assert said.endswith(f"has a tokenizer, which the run takes: leave out {option} {value}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
+    size = trained.tokenizer.vocab_size
+    numbers = jgpt.Dataset.from_tokens(np.arange(400) % 7, vocab_size=size)
+    with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
+        jgpt.fit(config, dataset=numbers, initial=trained.path, progress=None)
+    assert not (tmp_path / "run").exists()

@@ -15,14 +15,16 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import Run, evaluate, fit, load
+from jgpt import ByteTokenizer, ModelConfig, Run, evaluate, fit, load, save
 from jgpt.data.batches import batches
 from jgpt.data.dataset import load_dataset
+from jgpt.nn.int8 import with_int8_weights
 from jgpt.runs import checkpoints
 from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
 from jgpt.training.objective import next_token_loss
+from tests.commands import refused
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
 
 fingerprint = kill_resume.fingerprint
@@ -448,3 +450,34 @@ def test_no_stage_of_training_holds_a_second_state(small_run, out, monkeypatch):
     assert {name for name, _ in stages} == expected.keys()
     for name, alive in stages:
         assert expected[name] <= alive < 1.3 * expected[name], (name, alive / expected[name])
+
+
+def test_a_state_whose_loss_is_not_finite_is_not_kept(small_run, out):
+    """The parameters are finite, of 1e15, but their loss is not: no use to resume."""
+    wild = {"learning_rate": 1e15, "warmup_steps": 0, "gradient_clip": 0.0}
+    config = with_changes(small_run, optimizer=wild, out=str(out))
+
+    with pytest.raises(FloatingPointError, match=r"lower `learning_rate`; nothing was saved yet$"):
+        fit(config)
+    assert RunDirectory(out).checkpoint_steps() == []
+    assert all(math.isfinite(line["loss"]) for line in RunDirectory(out).metrics())
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, out):
+    config = ModelConfig(vocab_size=256, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
+    model = jgpt.GPT(config, rngs=nnx.Rngs(0))
+    kernel = model.blocks[0].feed_forward.expansion.kernel
+    kernel[...] = kernel[...].at[2, 3].set(jnp.nan)
+    save(model, out, tokenizer=ByteTokenizer(), config=config)
+    training = with_changes(RunDirectory(out).config(), dataset={"data": (str(poem),)}, steps=2)
+
+    for weights in ("saved", "int8"):
+        line = refused("sample", out, "--weights", weights, "--max-new-tokens", 3)
+        assert "not finite" in line
+    with pytest.raises(FloatingPointError, match=r"expansion\.kernel is not finite"):
+        with_int8_weights(model)
+    with pytest.raises(FloatingPointError, match=r"loss of .*run is nan: it has diverged"):
+        evaluate(out)
+    with pytest.raises(FloatingPointError, match="loss is nan at step 1 "):
+        fit(training, resume=True, progress=None)

@@ -171,3 +171,54 @@ def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
     step, _ = narrow.update(gradients, narrow.init(weights), weights)
     half, _ = wide.update(gradients, wide.init(weights), weights)
     np.testing.assert_allclose(step["a"], 2 * half["a"], rtol=1e-6)
+
+
+def scaled(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.scale(-config.learning_rate)  # whose state is empty
+
+
+def counted(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        rate = config.learning_rate / (1 + state)
+        return jax.tree.map(lambda leaf: -rate * leaf, updates), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+def noisy(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        now, later = jax.random.split(state)
+        rate = config.learning_rate * jax.random.uniform(now)
+        return jax.tree.map(lambda leaf: -rate * leaf, updates), later
+
+    return optax.GradientTransformation(lambda params: jax.random.key(3), update)
+
+
+def every_other(config: jgpt.OptimizerConfig, steps: int) -> Any:
+    return optax.MultiSteps(optax.adam(config.learning_rate), every_k_schedule=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [scaled, counted, noisy, every_other])
+def test_a_state_of_one_array_or_none_is_saved_and_resumed_bitwise(make, config, tmp_path):
+    run = jgpt.fit(config, optimizer=make, progress=None)
+
+    resumed = stopped_and_resumed(config, make, tmp_path)
+
+    losses = run.metrics["loss"]
+    assert losses[-1] != losses[0]
+    np.testing.assert_array_equal(losses, resumed.metrics["loss"])
+    assert run.validation_loss == resumed.validation_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKES)
+def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
+    """None of them has a rate that depends on the number of steps."""
+    run = run_of(name)
+    sharded = dataclasses.replace(config, mesh="data=4,fsdp=2", steps=3)
+
+    sharded_run = jgpt.fit(sharded, optimizer=MAKES[name], progress=None)
+
+    losses = run.metrics["loss"][:3]
+    np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)

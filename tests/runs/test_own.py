@@ -1,6 +1,7 @@
 """A user's own model and optimizer: from Python, by file on the command line, and their records."""
 
 import dataclasses
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from flax import nnx
 import jgpt
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
+from jgpt.files import sha256_of
 from jgpt.nn.costs import flops_per_token, parts_of
 from jgpt.nn.models import create_model, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh
@@ -478,3 +480,40 @@ def test_a_mistake_in_an_optimizer_has_a_place(poem, tmp_path):
     assert of_train.startswith(place)
     assert of_info.startswith(place)
     assert not (tmp_path / "r").exists()
+
+
+@pytest.fixture
+def config(small_run, tmp_path):
+    return config_of_sums(small_run, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_by_file_records_its_code_and_says_how_to_load_it(run_by_file):
+    folder, said = run_by_file
+
+    config = json.loads((folder / "r" / "config.json").read_text())
+
+    assert "next: jgpt sample r --model my.py:GPT" in said
+    assert config["model"]["mlp_ratio"] == 3
+    digest = sha256_of(folder / "opt.py")
+    assert config["optimizer"]["make"] == {"name": "sgd", "file": "opt.py", "sha256": digest}
+
+
+def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
+    run = trained.path
+    model = ("--model", "nothere.py:GPT")
+    for words in (
+        ("train", *model),
+        ("train", "--optimizer", "nothere.py:x"),
+        ("sample", run, *model),
+        ("chat", run, *model),
+        ("eval", run, *model),
+        ("look", run, "--prompt", "a", *model),
+        ("info", "tiny", *model),
+        ("info", run, *model),
+        ("info", "tiny", "--optimizer", "nothere.py:x"),
+        ("info", run, "--optimizer", "nothere.py:x"),
+        ("shapes", "tiny", *model),
+        ("shapes", run, *model),
+    ):
+        assert "nothere.py: No such file" in refused(*words, cwd=tmp_path), words

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgpt
-from jgpt import ModelConfig, TrainConfig
+from jgpt import DataConfig, ModelConfig, TrainConfig
 from jgpt.runs.fit import TrainingStopped
 from tests.commands import refused
 from tests.runs.harness import path_of
@@ -101,3 +101,16 @@ def test_what_such_a_tokenizer_makes_is_checked(wrong, message):
 
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("a")
+
+
+def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(tmp_path):
+    """The run was trained with that of the weights, and could not be loaded with either."""
+    (tmp_path / "text.txt").write_text("abba\n" * 60)
+    of_text = DataConfig((str(tmp_path / "text.txt"),))
+    first = jgpt.fit(config_in(tmp_path, dataset=of_text), progress=None)
+    second = config_in(tmp_path, out=str(tmp_path / "second"))
+
+    with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
+        jgpt.fit(second, dataset=dataset_of(), initial=path_of(first), progress=None)
+
+    assert not (tmp_path / "second").exists()

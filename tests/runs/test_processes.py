@@ -298,3 +298,16 @@ def test_another_number_of_devices_is_rejected_by_name(unjoined, monkeypatch):
         module.joined(None, None, None, leave),
     ):
         pass
+
+
+def test_a_fact_that_one_process_alone_has_is_named(monkeypatch):
+    first = {"seed": 1, "model.rank": 4}
+    second = {"seed": 1, "layers.py of the model": "ab"}
+    monkeypatch.setattr(module, "gather", lambda _: [first, second])
+    said = (
+        r"process 1 differs: `model\.rank` is None, in process 0 4; "
+        r"`layers\.py of the model` is 'ab', in process 0 None; they must agree"
+    )
+
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        require_same(first)

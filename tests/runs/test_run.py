@@ -546,3 +546,52 @@ def test_code_is_copied_and_a_change_is_said(tmp_path, out):
         assert run.changed_code() == []
         run.restore(init)
     assert [path.name for path in (out / "code").iterdir()] == ["train.py"]
+
+
+def test_no_run_goes_into_a_folder_of_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(FileExistsError, match="is not a run directory, and has other files"):
+            start(tmp_path, **options).__enter__()
+    assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_what_a_start_that_was_killed_has_left_is_no_run_s(out):
+    out.mkdir()
+    faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
+    with start(out) as run:
+        assert run.restore(init)[1] == 0
+
+
+def test_the_seconds_of_a_run_go_on(trained, copy):
+    seconds = json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["seconds"]
+    with start(copy, config=LONGER, resume=True) as run:
+        run.restore(init)
+        run.log(7, loss=1.0)
+    assert jgpt.load(copy).metrics["seconds"][-1] >= seconds
+
+
+def test_metrics_that_can_t_be_written_are_told_with_a_way_out(copy):
+    def use(run):
+        run.restore(init)
+        (copy / "metrics.jsonl").unlink()
+        (copy / "metrics.jsonl").mkdir()
+        run.log(7, loss=1.0)
+
+    with pytest.raises(OSError, match="the checkpoints are intact: free some space and use"):
+        used(copy, use, config=LONGER, resume=True)
+
+
+def test_another_thread_trains_without_signals(out):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    found = []
+
+    def in_thread():
+        with start(out) as run:
+            run.restore(init)
+            found.append([signal.getsignal(each) for each in SIGNALS])
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert found == [before]

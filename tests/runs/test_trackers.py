@@ -17,7 +17,7 @@ from jgpt.fields import as_dict
 from jgpt.runs import trackers
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.trackers import open_trackers, require_tracker
-from tests.runs.harness import BIGRAM, Heard, with_changes
+from tests.runs.harness import BIGRAM, Heard, contents, with_changes
 
 events = importlib.import_module("tensorboardX.proto.event_pb2")
 
@@ -186,3 +186,18 @@ def test_a_tracker_that_is_not_installed_names_its_extra(name, package, monkeypa
     monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jgpt\[{name}\]'"):
         require_tracker(name)
+
+
+def test_a_tracker_that_cannot_be_opened_leaves_the_run_that_was_to_be_overwritten(
+    small_run, tmp_path, use
+):
+    """As without a key for W&B: the old run was gone by then."""
+    config = with_changes(small_run, **BIGRAM, steps=2, out=str(tmp_path / "run"))
+    fit(config, progress=None)
+    before = contents(tmp_path / "run")
+    use(lambda *_, **__: dead_service())
+
+    with pytest.raises(OSError, match="the service has ended"):
+        fit(dataclasses.replace(config, trackers=("wandb",)), overwrite=True, progress=None)
+
+    assert contents(tmp_path / "run") == before

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
+from jax.experimental import pallas as pl
 
 import jgpt
-from tests.sight.programs import attend
+from tests.sight.programs import FLOAT_MASK, MIXING, attend
 
 Array = jax.Array
 
@@ -158,3 +159,30 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(
 
     said = "".join(ran(*train, "--model", "peek.py:OnPurpose", "--out", "purpose")[1:])
     assert "causal" not in said
+
+
+@pytest.mark.parametrize("mask", [FLOAT_MASK, MIXING])
+def test_a_float_array_that_looks_like_a_mask_is_named(mask: Array) -> None:
+    def program(x: Array) -> Array:
+        return mask[: x.shape[1], : x.shape[1]] @ x
+
+    text = str(jgpt.prove(program, "float32[b t 3]", causal="t"))
+
+    assert text.startswith("not proven")
+    advice = "has the values of a mask, and is taken for a parameter: keep a mask in booleans"
+    assert (advice in text) == (mask is FLOAT_MASK)
+
+
+def copied(x: Array) -> Array:
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = source[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+def test_an_operation_without_a_rule_is_named() -> None:
+    text = str(jgpt.prove(copied, "float32[b t 3]", causal="t"))
+
+    assert text.startswith("not proven: output 0 can depend on input 4")
+    assert re.search(r"pallas_call \(test_questions\.py:\d+\) has no rule", text)

@@ -181,3 +181,44 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399
     assert found == pytest.approx(in_one_sum, rel=1e-6)
+
+
+NINE_BATCHES = 9 * WORK_OF_A_BATCH
+
+
+class Unread:
+    """A sum of losses that is still computed; converting it waits for it."""
+
+    def __init__(self, total: Any, events: list[str]) -> None:
+        self._total = total
+        self._events = events
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._events.append("waited")
+        return np.asarray(self._total, dtype)
+
+
+def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
+    events: list[str] = []
+    windows_by_number = evaluation.windows_by_number
+
+    def recorded(*arguments):
+        events.append("read")
+        return windows_by_number(*arguments)
+
+    def make(config):
+        step = make_eval_step(config)
+
+        def call(*arguments):
+            events.append("dispatched")
+            return Unread(step(*arguments), events)
+
+        return call
+
+    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
+    monkeypatch.setattr(evaluation, "make_eval_step", make)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
+
+    Evaluator(SMALL, TOKENS).mean(weights)
+
+    assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]

@@ -165,3 +165,12 @@ def test_moments_of_a_run_in_another_dtype_are_taken(small_run, tmp_path):
     config = in_dtype("float16", small_run, out=str(tmp_path / "second"))
     run = fit(config, initial=f"{tmp_path / 'first'}@4", with_optimizer=True)
     assert lines_of(run)[-1]["loss_scale"] == 2.0**15
+
+
+def test_a_loss_that_is_not_finite_ends_training_and_changes_nothing():
+    state = init_state(NARROW)
+    state["model"] = jax.tree.map(lambda leaf: jnp.nan * leaf, state["model"])
+    before = copy(state)
+    state, metrics = take(NARROW, state, 2)
+    assert int(metrics.taken) == 0
+    assert bits(state) == bits(before)

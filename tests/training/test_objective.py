@@ -207,3 +207,14 @@ def test_a_kept_value_leaves_a_transformed_block_with_its_gradient(changes):
     unlike, _ = trained(without_terms)
     differences = [jnp.abs(a - b).max() for a, b in zip(unlike, expected, strict=True)]
     assert max(differences) > 1e-4
+
+
+def test_a_teacher_is_not_trained():
+    config = dataclasses.replace(CONFIG, objective=Distillation())
+    before = jax.tree.map(np.asarray, nnx.state(TEACHER))
+
+    state, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
+
+    assert jax.tree.structure(state) == jax.tree.structure(abstract_state(CONFIG))
+    assert np.isfinite(metrics.loss[0])
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(TEACHER), before)

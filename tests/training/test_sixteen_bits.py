@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from jgpt import ModelConfig, OptimizerConfig, TrainConfig
+from jgpt import GPT, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn.layers import look_up
 from jgpt.nn.loss import cross_entropy_from
+from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.training.optimizer import make_optimizer, trained_weights
 from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.step import make_train_steps
@@ -150,3 +152,46 @@ def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
     assert chunked.dtype == head.dtype
     tolerance = 2e-3 * np.abs(whole).max()
     np.testing.assert_allclose(np.asarray(chunked, np.float64), whole, rtol=0, atol=tolerance)
+
+
+def test_a_momentum_is_float32():
+    made = make_optimizer(OptimizerConfig(optimizer="muon"), 9)
+    weights = {"blocks": {0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}}
+
+    updates, state = jax.eval_shape(made.update, weights, made.init(weights), weights)
+
+    # the update and the momentum of the one kernel; the other leaves are counts
+    matrices = [leaf for leaf in jax.tree.leaves((updates, state)) if len(leaf.shape) == 2]
+    assert len(matrices) == 2
+    assert dtypes_of(matrices) == {jnp.dtype("float32")}
+
+
+def test_embeddings_are_widened_before_they_are_added():
+    """In an eager call too, where no compiler leaves a rounding out."""
+    model = GPT(CONFIG.model, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 1, 4]])
+    table = np.asarray(model.token_embedding.embedding[...], np.float32)
+    positions = np.asarray(model.position_embedding.embedding[...], np.float32)  # type: ignore[union-attr]
+    expected = table[np.asarray(tokens)] + positions[:3]
+
+    eager = model.embed(tokens)
+    compiled = jax.jit(lambda tokens: model.embed(tokens))(tokens)
+
+    np.testing.assert_array_equal(eager, expected)
+    np.testing.assert_array_equal(compiled, expected)
+    # a sum in bfloat16 would be another
+    rounded = np.asarray(jnp.asarray(expected, jnp.bfloat16), np.float32)
+    assert np.abs(expected - rounded).max() > 0
+
+
+def test_n_grams_are_summed_in_float32():
+    config = dataclasses.replace(CONFIG.model, ngram_sizes=(2, 3, 4), ngram_rows=64)
+    ngrams = NGramEmbedding(config, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    table = np.asarray(ngrams.table.embedding[...], np.float32)
+    rows = np.asarray(ngrams.rows(tokens))
+
+    found = ngrams(tokens)
+
+    expected = table[rows].sum(axis=-2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)

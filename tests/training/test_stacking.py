@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jgpt.data.batches import batches, evaluation_windows
+from jgpt.nn.models import weight_dimensions
 from jgpt.nn.stacking import stack_blocks, unstack_blocks
 from jgpt.parallel.mesh import use_mesh
+from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_eval_step, make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
@@ -135,3 +137,15 @@ def test_a_program_does_not_grow_with_its_layers():
     """But for the slice of each layer's input, which nothing reads."""
     assert size_of(7, scan=True) - size_of(5, scan=True) <= 2 * 2
     assert size_of(7, scan=False) - size_of(5, scan=False) > 100 * 2  # the control
+
+
+def test_muon_takes_one_layer_at_a_time():
+    config = with_layers(MODERN, 7, scan=True)
+    state = abstract_state(config)
+    optimizer = make_optimizer(config.optimizer, 1, weight_dimensions(config.model))
+    weights = state["model"]
+    text = str(jax.make_jaxpr(optimizer.update)(weights, state["optimizer"], weights))
+    assert "48,56]" in text
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert not [line for line in products if "[7," in line]
