@@ -75,3 +75,14 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
     close(read[0], expected)
     close(read[1, 1:], expected_of_shorter)
     assert seen == products
+
+
+def test_a_full_cache_replaces_its_oldest_position():
+    cache = empty_cache(make_heads(), batch=1, capacity=3)
+
+    for place in range(5):
+        key = jnp.full((1, KV_HEADS, 1, HEAD_DIM), float(place))
+        cache.append(key, -key)
+
+    assert cache.keys[...][0, :, 0].tolist() == [3, 4, 2]
+    assert cache.values[...][1, :, 3].tolist() == [-3, -4, -2]

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jgpt.nn.layers import LayerNorm, RMSNorm, rms_norm
+from jgpt.nn.layers import LayerNorm, Linear, RMSNorm, rms_norm
 from jgpt.nn.products import project
 
 
@@ -75,3 +76,9 @@ def test_norms_are_wide():
     with jax.enable_x64(True):
         wide = rms_norm(jnp.ones(2, "float64"), 1e-5)
     assert wide.dtype == "float64"
+
+
+def test_a_layer_returns_the_dtype_that_activations_have():
+    layer = Linear(2, 3, dtype="float32", activation_dtype="bfloat16", rngs=nnx.Rngs(0))
+
+    assert layer(jnp.ones((4, 2))).dtype == "bfloat16"

@@ -32,6 +32,7 @@ def machine(devices: int = 1, memory: int | None = None, host: int = 64 * GIB) -
         ("data=8", 480, 32, 4),
         ("data=3", 480, 40, 16),  # neither 14 nor 15 divide 160 rows
         ("fsdp=8", 24, 24, 3),
+        ("data=2", 24, 3, 2),  # at most as many rows at a time
     ],
 )
 def test_micro_batches_are_divided_by_the_parts_of_a_batch(

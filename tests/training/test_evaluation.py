@@ -222,3 +222,16 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
     Evaluator(SMALL, TOKENS).mean(weights)
 
     assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
+
+
+def test_an_evaluation_holds_no_more_rows_than_a_micro_batch(monkeypatch):
+    rows = []
+
+    def noting(weights, windows, counts, partial):
+        rows.append(windows.shape[1])
+        return partial
+
+    monkeypatch.setattr(evaluation, "make_eval_step", lambda model: noting)
+    Evaluator(replace(SMALL, micro_batches=2), TOKENS).mean(init_state(SMALL)["model"])
+
+    assert set(rows) == {2}

@@ -1,6 +1,7 @@
 """Objectives: the built-in one given by hand, micro-batches, a teacher's arrays, and refusals."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jgpt
 from jgpt import Loss, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.models import abstract_model
 from jgpt.nn.stacking import model_merger, unstack_blocks
+from jgpt.parallel.mesh import use_mesh
 from jgpt.training.objective import next_token_loss, objective_of
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps, placed_arrays
@@ -218,3 +220,39 @@ def test_a_teacher_is_not_trained():
     assert jax.tree.structure(state) == jax.tree.structure(abstract_state(CONFIG))
     assert np.isfinite(metrics.loss[0])
     jax.tree.map(np.testing.assert_array_equal, nnx.state(TEACHER), before)
+
+
+def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
+    def downhill(config, steps):
+        def update(gradients, state, weights=None, **extra):
+            whole = jax.tree.map(lambda gradient: -gradient, extra["grad"])
+            return whole, {"value": extra["value"], "again": extra["value_fn"](weights)}
+
+        def init(weights):
+            return {"value": jnp.zeros(()), "again": jnp.zeros(())}
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    optimizer = OptimizerConfig(make=downhill, gradient_clip=1e-3)
+    config = dataclasses.replace(BIGRAM, optimizer=optimizer)
+    before = init_state(config)["model"]
+    merge = model_merger(config.model)
+
+    def loss_of(weights):
+        return next_token_loss(merge(weights), TOKENS)
+
+    loss, gradients = jax.value_and_grad(loss_of)(before)
+    after, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
+
+    moved = jax.tree.map(lambda new, old: old - new, after["model"], before)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), moved, gradients)
+    for value in (metrics.loss[0], *jax.tree.leaves(after["optimizer"])):
+        np.testing.assert_allclose(value, loss, rtol=1e-6)
+
+
+def test_each_device_has_the_arrays_of_an_objective():
+    with use_mesh("data=8"):
+        placed = placed_arrays(Distillation())
+
+    assert placed
+    assert all(len(array.devices()) == 8 for array in placed)

@@ -16,7 +16,7 @@ from jgpt.nn.layers import look_up
 from jgpt.nn.loss import cross_entropy_from
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.training.optimizer import make_optimizer, trained_weights
-from jgpt.training.state import dropout_stream, init_state
+from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
 
 TOKENS = np.arange(2111, dtype=np.int32) * 7 % 11
@@ -195,3 +195,24 @@ def test_n_grams_are_summed_in_float32():
 
     expected = table[rows].sum(axis=-2)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_of_micro_batches_are_added_in_float32():
+    seen = []
+
+    def noting(config, steps):
+        def update(gradients, state, weights=None):
+            seen.append(dtypes_of(gradients))
+            return gradients, state
+
+        return optax.GradientTransformation(lambda weights: optax.EmptyState(), update)
+
+    optimizer = dataclasses.replace(CONFIG.optimizer, make=noting, gradient_clip=0.0)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, micro_batches=5)
+    windows = jax.ShapeDtypeStruct((1, 5, 7), jnp.int32)
+
+    steps = make_train_steps(config)
+    jax.eval_shape(steps, abstract_state(config), windows, dropout_stream(0), 1, 0)
+
+    assert {np.dtype("float32")} in seen
+    assert all(found == {np.dtype("float32")} for found in seen)
