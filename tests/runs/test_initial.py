@@ -11,6 +11,7 @@ from flax import nnx
 
 import jgpt
 from jgpt.nn.models import named_parameters
+from jgpt.runs import fit
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.fit import TrainingStopped
 from tests.commands import jgpt as command
@@ -290,3 +291,25 @@ def test_a_dataset_of_another_tokenizer_is_refused(trained, config, tmp_path):
     with pytest.raises(ValueError, match="the dataset has another tokenizer than `initial="):
         jgpt.fit(config, dataset=numbers, initial=trained.path, progress=None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_records_the_dtype_that_the_machine_chose(config):
+    run = jgpt.fit(with_changes(config, steps=1, model={"dtype": "auto"}), progress=None)
+
+    recorded = RunDirectory.open(path_of(run)).config().model.dtype
+    assert recorded in ("float32", "bfloat16")
+    assert recorded == run.config.model.dtype
+
+
+def test_a_run_that_is_resumed_reads_the_weights_it_began_with_no_more(
+    trained, config, monkeypatch
+):
+    given = {"initial": str(trained.path), "progress": None}
+    jgpt.fit(dataclasses.replace(config, steps=2), **given)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the weights are read again")
+
+    monkeypatch.setattr(fit, "read_initial", refuse)
+    run = jgpt.fit(dataclasses.replace(config, steps=3, eval_interval=3), **given, resume=True)
+    assert len(run.metrics["loss"]) == 3
