@@ -159,12 +159,12 @@ def start(folder, *options):
 def test_a_written_training_that_is_killed_and_stopped_goes_on_bit_for_bit(
     training, tmp_path, poem
 ):
-    module = training({**SMALL, "= 7": "= 200", "= 3": "= 20"})
+    module = training({**SMALL, "= 7": "= 400", "= 3": "= 20"})
     shutil.copy(poem, tmp_path / "poem.txt")
     assert start(tmp_path).communicate()[1] == ""
     straight = Path(module.OUT).rename(tmp_path / "straight")
 
-    for steps, number in ((25, signal.SIGKILL), (70, signal.SIGINT), (130, signal.SIGKILL)):
+    for steps, number in ((25, signal.SIGKILL), (90, signal.SIGINT), (200, signal.SIGKILL)):
         process = start(tmp_path, "--resume")
         while len(lines_of(module.OUT)) < steps:
             assert process.poll() is None

@@ -15,7 +15,7 @@ from jgpt import ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.data.batches import batches
 from jgpt.nn.models import abstract_model, weight_dimensions
 from jgpt.nn.stacking import unstack_blocks
-from jgpt.training.optimizer import make_optimizer, partition
+from jgpt.training.optimizer import clip_by_global_norm, make_optimizer, partition
 from jgpt.training.schedule import learning_rate_schedule
 from jgpt.training.state import dropout_stream, init_state
 from jgpt.training.step import make_train_steps
