@@ -5,6 +5,10 @@ the same tokens in the page as in Python. A page can't encode with any other tok
 
 One difference is known: the library's normal forms are those of an old Unicode. A browser also
 normalises characters that came later, such as the mark U+1DF6.
+
+The npm package `@huggingface/tokenizers` 0.2.0 can't take its place. Of 398 texts it gave other
+tokens than Python for 3 with GPT-2 (its `\\s` includes U+FEFF) and for 88 with SmolLM (its digits
+exclude "²"), and GPT-2's page was 380 kB larger.
 """
 
 import base64
