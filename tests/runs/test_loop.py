@@ -483,15 +483,17 @@ def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem
         fit(training, resume=True, progress=None)
 
 
-def test_a_small_text_is_on_the_device_while_it_is_trained_on(small_run, out, monkeypatch):
+def test_a_small_text_is_on_the_device_and_no_window_is_read_in_vain(small_run, out, monkeypatch):
     on_device = []
+    counts = []
 
     def noting(tokens, *arguments, **options):
         on_device.append(isinstance(tokens, jax.Array))
+        counts.append(options["count"])
         return batches(tokens, *arguments, **options)
 
     monkeypatch.setattr(fit_module, "batches", noting)
     fit(with_changes(small_run, out=str(out), steps=2, **BIGRAM), progress=None)
 
-    assert on_device
     assert all(on_device)
+    assert sum(counts) == 2

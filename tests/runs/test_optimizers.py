@@ -222,3 +222,10 @@ def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
 
     losses = run.metrics["loss"][:3]
     np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_what_is_evaluated_and_loaded(config):
+    run = jgpt.fit(config, optimizer=schedule_free, progress=None)
+
+    loss = jgpt.evaluate(path_of(run)).loss
+    assert loss == pytest.approx(run.validation_loss, rel=1e-6)
