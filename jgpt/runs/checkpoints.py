@@ -76,7 +76,7 @@ class Checkpoints:
                     if path.is_file():
                         sums[path.relative_to(folder).as_posix()] = sha256_of(path)
                 write_file(_sums_of(folder), json.dumps(sums, indent=1))
-                self._delete_old()
+                self.delete_old()
         except Exception as error:
             if process_index() == 0:
                 with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
 
-    def _delete_old(self) -> None:
+    def delete_old(self) -> None:
         """Delete all checkpoints but the best, the last and every Nth."""
         last, best, every = self._kept
         steps = steps_in(self._folder)

@@ -326,6 +326,8 @@ class OpenRun:
             self.config.keep_best,
             self.config.keep_every,
         )
+        if self._writes and last is not None:
+            self._checkpoints.delete_old()  # a kill may have come between a save and this
         self._logged = step
         for line in self.metrics():
             self._seconds_before = line.get("seconds", self._seconds_before)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import re
+import tracemalloc
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import encode
 from jgpt.data import prepared as prepared_module
-from jgpt.data.batches import batch, batches, evaluation_windows, resident
+from jgpt.data.batches import batch, batches, evaluation_windows, resident, windows_by_number
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
 from jgpt.data.prepared import digest_of, prepare
@@ -268,3 +269,23 @@ def test_seed_and_step_decide_the_batch():
             drawn.add(windows.tobytes())
 
     assert len(drawn) == 16
+
+
+def test_of_tokens_in_a_file_no_more_windows_are_read_than_are_used():
+    tokens = np.arange(1, 50, dtype=np.uint16)
+
+    read = np.asarray(batches(tokens, 3, 5, steps=3, batch_size=2, block_size=4, count=2))
+
+    np.testing.assert_array_equal(read[:2], batches(tokens, 3, 5, 2, 2, 4))
+    assert (read[2] == 0).all()
+
+
+def test_an_evaluation_converts_the_windows_that_it_reads_alone():
+    tokens = np.zeros(20_000_000, np.uint8)
+
+    tracemalloc.start()
+    windows_by_number(tokens, np.array([[3, 5]]), 4)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 1_000_000

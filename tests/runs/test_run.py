@@ -397,6 +397,17 @@ def test_the_config_says_how_many_are_kept(out, policy, kept):
     assert names == {name for step in kept for name in (str(step), f"{step}.sha256.json")}
 
 
+def test_a_checkpoint_that_a_kill_left_goes_at_the_next_start(out):
+    with start(out, config=dataclasses.replace(CONFIG, keep_last=5)) as run:
+        state, _ = run.restore(init)
+        for step in (1, 2, 3):
+            run.save(step, state, 9.0 - step)
+    kept = dataclasses.replace(CONFIG, keep_best=1, keep_last=2)
+    with start(out, config=kept, resume=True) as run:
+        run.restore(init)
+        assert run.steps() == [2, 3]
+
+
 def test_a_run_without_an_evaluation_has_its_last_state(out):
     with start(out) as run:
         state, _ = run.restore(init)

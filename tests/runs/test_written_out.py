@@ -212,37 +212,6 @@ def test_a_text_that_can_t_be_trained_on_ends_the_training_in_a_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_written_training_that_is_killed_or_stopped_goes_on_bit_for_bit(
-    training, tmp_path, poem, number
-):
-    longer = {**SMALL, "= 7": "= 400", "= 3": "= 20"}
-    module = training(longer)
-    shutil.copy(poem, tmp_path / "poem.txt")
-    assert start(tmp_path).communicate()[1] == ""
-    straight = Path(module.OUT).rename(tmp_path / "straight")
-
-    for steps in (1, 25, 130, 333):
-        process = start(tmp_path, "--resume")
-        while len(lines_of(module.OUT)) < steps:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(number)
-        _, error = process.communicate()
-        if number == signal.SIGINT:
-            assert process.returncode == 1
-            assert re.search(
-                r"^stopped at step \d+; next: the same command with --resume", error, re.M
-            )
-            assert RunDirectory.open(module.OUT).checkpoint_steps()[-1] == len(lines_of(module.OUT))
-    resumed = start(tmp_path, "--resume")
-    _, error = resumed.communicate()
-    assert resumed.returncode == 0, error
-
-    require_equal(module.OUT, straight)
-
-
-@pytest.mark.slow
 def test_the_command_writes_a_training_that_runs(tmp_path, poem):
     done = command("new", "--training", "train.py", cwd=tmp_path)
     assert done.code == 0
