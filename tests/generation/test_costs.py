@@ -38,6 +38,17 @@ def test_the_cache_is_taken_over_and_not_copied(draws):
     assert [call["donated"] for call in draws] == [[True] * 4]  # keys and values of two layers
 
 
+def test_one_program_draws_at_all_temperatures():
+    model = random_gpt("nanogpt", num_layers=1)
+    generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0), temperature=0.5)
+    before = decoding._compiled_draw._cache_size()
+    for temperature in (1, 0, 0.7):
+        prompt = jnp.ones((1, 3), jnp.int32)
+        generate(model, prompt, 2, key=jax.random.key(0), temperature=temperature)
+
+    assert decoding._compiled_draw._cache_size() == before
+
+
 def test_a_page_compiles_once_for_all_short_texts():
     model = random_gpt("nanogpt", block_size=32, num_layers=1)
     page: Any = Look(model, CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642"), "run")

@@ -7,12 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jgpt import GPT, ModelConfig, TrainConfig
+from jgpt import ModelConfig, TrainConfig
 from jgpt.data.batches import batches
-from jgpt.generation import decoding
-from jgpt.generation.sampling import Sampling
 from jgpt.nn import loss
 from jgpt.training.memory import compile_steps
 from jgpt.training.placement import bytes_of
@@ -84,31 +81,3 @@ def rows_of_the_vocabulary(program: str) -> set[int]:
         sizes = re.findall(r"\d+", leading)
         rows.add(math.prod(int(size) for size in sizes))
     return rows
-
-
-def test_the_cache_of_decoding_is_donated():
-    model = GPT(MODEL, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
-    window = jnp.zeros((3, 6), jnp.int32)
-    length = jnp.full(3, 2, jnp.int32)
-    cache = model.empty_cache(3, 6)
-    sampling = jax.tree.map(jnp.float32, Sampling(1.0, None, None, None))
-
-    lowered = decoding._compiled_draw.lower(
-        weights,
-        window,
-        length,
-        cache,
-        0,
-        5,
-        jax.random.key(0),
-        sampling,
-        graph=graph,
-        recomputes=False,
-    )
-    program = lowered.compile()
-
-    analysis = program.memory_analysis()
-    assert analysis is not None
-    donated = analysis.alias_size_in_bytes
-    assert donated >= bytes_of((window, nnx.state(cache)))
