@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jgpt import CharTokenizer, generate
@@ -47,6 +48,27 @@ def test_one_program_draws_at_all_temperatures():
         generate(model, prompt, 2, key=jax.random.key(0), temperature=temperature)
 
     assert decoding._compiled_draw._cache_size() == before
+
+
+def test_the_next_call_is_dispatched_before_the_tokens_of_the_last_one_are_waited_for():
+    events = []
+
+    class Drawn:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            events.append(f"waited {self.number}")
+            return np.zeros((1, 3), np.int32)
+
+    def calls():
+        for number in range(3):
+            events.append(f"dispatched {number}")
+            yield Drawn(number), True, 2
+
+    assert len(list(decoding._read_calls(calls()))) == 3
+    assert events[:4] == ["dispatched 0", "dispatched 1", "waited 0", "dispatched 2"]
+    assert events[4:] == ["waited 1", "waited 2"]
 
 
 def test_a_page_compiles_once_for_all_short_texts():
