@@ -1298,6 +1298,8 @@ def problem_of_loss_of(
     loss_of: Callable[..., Any], graph: Any, weights: Any, window: jax.Array
 ) -> str:
     """What is wrong with the loss of a window; an empty text if it is right."""
+    # two windows at least, so that a slice of the batch isn't empty
+    window = jnp.concatenate([window, window[:, ::-1]])
 
     def of(weights: Any) -> tuple[Any, jax.Array]:
         model = nnx.merge(graph, weights)

@@ -36,7 +36,7 @@ SMALL = nnx.initializers.normal(0.02)
 """
 TRAINING = """
 graph, weights = nnx.split(GPT(11, 7, 1, 2, 8, rngs=nnx.Rngs(0)))
-window = jax.random.randint(jax.random.key(0), (3, 8), 0, 11)
+window = jax.random.randint(jax.random.key(0), (1, 8), 0, 11)
 """
 PARTS = {}
 """The exercises of the parts, by the name that a solution defines."""
