@@ -30,6 +30,18 @@ NUM_LAYERS = 2
 
 Mistakes = dict[str, Any]
 """What a mistake is, and the values that it gives."""
+OF_PYTORCH = {
+    "'dim'": "PyTorch's `dim` is `axis` here",
+    "'keepdim'": "PyTorch's `keepdim` is `keepdims` here",
+    "'gather'": "PyTorch's `gather` is `jnp.take_along_axis` here",
+    "'masked_fill'": "PyTorch's `masked_fill` is `jnp.where` here",
+    "'relu'": "a ReLU is `jax.nn.relu`",
+    "array.view()": "PyTorch's `view` is `reshape` here",
+    "transpose permutation": (
+        "`transpose` takes all axes here; `swapaxes` exchanges two"
+    ),
+}
+"""What of an error shows that PyTorch's name was written, and JAX's name."""
 
 
 # --- what is compared ---------------------------------------------------------
@@ -159,6 +171,10 @@ def _of_nan(found: jax.Array) -> str:
 
 def _of_values(found: jax.Array, expected: jax.Array) -> str:
     """How values differ that are none of a known mistake."""
+    distance = float(jnp.abs(found - expected).max())
+    unlike = f"the values differ by up to {distance:.2g} from those wanted"
+    if found.ndim == 0:  # each number is some multiple of another
+        return unlike
     ratio = float((found * expected).sum() / (expected**2).sum())
     if _same(found, ratio * expected):
         return f"the values are {ratio:.3g} times what they should be"
@@ -177,8 +193,7 @@ def _of_values(found: jax.Array, expected: jax.Array) -> str:
             return f"only positions {times} are wrong"
         if len(rows) < found.shape[0]:
             return f"only the sequences {rows} of the batch are wrong"
-    distance = float(jnp.abs(found - expected).max())
-    return f"the values differ by up to {distance:.2g} from those wanted"
+    return unlike
 
 
 def _same(found: Any, expected: Any) -> bool:
@@ -211,13 +226,23 @@ def _wrong_weights(mine: Any, theirs: Any) -> str:
                     "same weights: make a new one for each"
                 )
     if absent := sorted(expected.keys() - found.keys()):
-        return f"there are no weights {', '.join(absent)}"
+        if isinstance(getattr(mine, absent[0], None), jax.Array):
+            return (
+                f"`{absent[0]}` isn't an `nnx.Param`, so it would not be "
+                "trained"
+            )
+        return f"there are no weights {_some_of(absent)}"
     if more := sorted(found.keys() - expected.keys()):
-        return f"the weights {', '.join(more)} are too many"
+        return f"the weights {_some_of(more)} are too many"
     for name, shape in expected.items():
         if found[name] != shape:
             return f"{name} has the shape {found[name]}, not {shape}"
     return _wrong_beginning(mine, theirs)
+
+
+def _some_of(names: list[str]) -> str:
+    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others
 
 
 def _wrong_beginning(mine: Any, theirs: Any) -> str:
@@ -271,20 +296,24 @@ def _first(*problems: Callable[[], str]) -> str:
     return ""
 
 
-def _called(module: Any, x: jax.Array) -> Any:
-    """Call a module; an error says which size is which."""
+def _called(call: Any, x: jax.Array, *others: jax.Array) -> Any:
+    """Call a part; an error says which size is which."""
+    if not callable(call):
+        raise AssertionError("the call has the name `__call__`, not `forward`")
     try:
-        return module(x)
+        return call(x, *others)
     except TypeCheckError:  # which says what it wanted
         raise
     except Exception as error:
+        said = str(error).splitlines()[0].rstrip(".")
         sizes = (
             f"batch is {x.shape[0]}, time {x.shape[1]}, embed_dim {EMBED_DIM}, "
             f"head_dim {HEAD_DIM} and vocab_size {VOCAB_SIZE}"
         )
-        raise AssertionError(
-            f"the call fails: {str(error).splitlines()[0]} Here {sizes}"
-        ) from error
+        for sign, name in OF_PYTORCH.items():
+            if sign in said:
+                raise AssertionError(f"{name} ({said})") from error
+        raise AssertionError(f"the call fails: {said}. Here {sizes}") from error
 
 
 def _compared(
@@ -376,6 +405,11 @@ def problem_of_loss(cross_entropy: Callable[..., Any]) -> str:
             "a squared error: the loss is minus a logarithm": (
                 (jax.nn.softmax(logits) - of_targets) ** 2
             ).mean(),
+            "targets that are an index of the batch: take one entry of each "
+            "row": -jax.nn.log_softmax(logits)[targets].mean(),
+            "all targets, taken from each row: take one entry of each row": (
+                -jax.nn.log_softmax(logits)[..., targets].mean()
+            ),
         }
 
     def at_large_logits() -> str:
@@ -388,7 +422,9 @@ def problem_of_loss(cross_entropy: Callable[..., Any]) -> str:
         return ""
 
     return _first(
-        lambda: difference(cross_entropy(logits, targets), right, mistakes),
+        lambda: difference(
+            _called(cross_entropy, logits, targets), right, mistakes
+        ),
         at_large_logits,
     )
 
@@ -1080,11 +1116,25 @@ def problem_of_gpt(gpt: Callable[..., Any]) -> str:
             mine(tokens[:2, :-1]), theirs(tokens[:2, :-1]), axes=names
         )
 
+    def size_in_braces() -> str:
+        mine.vocab_size += 1
+        try:
+            mine(tokens)
+        except TypeCheckError:
+            return ""
+        finally:
+            mine.vocab_size -= 1
+        return (
+            "the annotation of the result accepts any number of logits: write "
+            "the module's size in braces, `{self.vocab_size}`"
+        )
+
     return _first(
         attributes,
         lambda: _wrong_weights(mine, parts),
         values,
         lambda: _unannotated(mine.__call__, tokens[0]),
+        size_in_braces,
     )
 
 
@@ -1248,6 +1298,8 @@ def problem_of_loss_of(
     loss_of: Callable[..., Any], graph: Any, weights: Any, window: jax.Array
 ) -> str:
     """What is wrong with the loss of a window; an empty text if it is right."""
+    # two windows at least, so that a slice of the batch isn't empty
+    window = jnp.concatenate([window, window[:, ::-1]])
 
     def of(weights: Any) -> tuple[Any, jax.Array]:
         model = nnx.merge(graph, weights)
@@ -1282,6 +1334,9 @@ def problem_of_loss_of(
                 "the negative of the loss": -right,
                 "a loss of probabilities: give it the logits": (
                     jgpt.cross_entropy(jax.nn.softmax(logits), window[:, 1:])
+                ),
+                "slices of the batch: the time is the second axis": (
+                    jgpt.cross_entropy(model(window[:-1]), window[1:])
                 ),
                 "a sum over windows: take the mean": right * len(window),
                 "a sum over positions: take the mean": right * logits.shape[1],

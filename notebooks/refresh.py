@@ -25,15 +25,20 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs, or a CellExecutionError."""
+    """The notebook with fresh outputs, or a CellExecutionError.
+
+    It runs as `jupyter nbconvert --execute` runs it, in a folder with what lies
+    beside it here, and no parts of another run.
+    """
     notebook = nbformat.read(path, as_version=4)
-    # the package and the modules beside the notebooks, not installed ones
-    modules = os.pathsep.join((str(FOLDER.parent), str(FOLDER)))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "lesson")
+        folder = Path(temporary, "notebooks")
         folder.mkdir()
-        for name in ("benchmarks", "notebooks"):  # some lessons read records
-            Path(temporary, name).symlink_to(FOLDER.parent / name)
+        for beside in (*FOLDER.glob("*.py"), FOLDER / "docstrings_model"):
+            if not beside.name.startswith("my_"):
+                (folder / beside.name).symlink_to(beside)
+        benchmarks = FOLDER.parent / "benchmarks"  # some lessons read records
+        Path(temporary, "benchmarks").symlink_to(benchmarks)
         client = NotebookClient(
             notebook,
             timeout=600,
@@ -43,9 +48,9 @@ def execute(path: Path) -> nbformat.NotebookNode:
             coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
         )
-        client.execute(
-            env={"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": modules}
-        )
+        # this checkout's package, not an installed one
+        package = {"PYTHONPATH": str(FOLDER.parent)}
+        client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, **package})
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
     for count, cell in enumerate(code, 1):
         cell.execution_count = count

@@ -7,7 +7,8 @@ cell before. The solution is split at the line `# Check`, or else at its first
 `assert` or call of `np.testing`. What comes before becomes a starter: it has
 the names that the check reads. The rest is the check. For students, the check
 says "not solved yet" until there is a solution, has no comments, and has
-digests in place of answers that the task doesn't mention.
+digests in place of answers that the task doesn't mention. For teachers, five
+wrong answers of `mistakes.json` follow the solution of each part.
 """
 
 import ast
@@ -39,6 +40,11 @@ MODULES = (
     "parts.py",
     "rungs.py",
 )
+MISTAKES = json.loads((FOLDER / "mistakes.json").read_text(encoding="utf-8"))
+"""What is replaced by what in the solution of a part, and words of the check.
+
+The first five of each part are the commonest.
+"""
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
 
@@ -283,7 +289,9 @@ def _complaint(test: ast.expr) -> str:
     right.
     """
     if isinstance(test, ast.Compare):
-        return f"{ast.unparse(test.left)} isn't right"
+        parts = [test.left, *test.comparators]
+        found = next(part for part in parts if not _is_literal(part))
+        return f"{ast.unparse(found)} isn't right"
     return f"this isn't true: {ast.unparse(test)}"
 
 
@@ -315,10 +323,21 @@ def student_cells(exercise: Exercise) -> list[nbformat.NotebookNode]:
 
 
 def teacher_cells(exercise: Exercise) -> list[nbformat.NotebookNode]:
-    """A task and its solution."""
+    """A task and its solution, and the commonest wrong answers to it."""
     text = f"{exercise.task}\n\n**Solution.** {exercise.explanation}".rstrip()
+    mistakes = MISTAKES.get(exercise.names[0], [])
+    if mistakes:
+        text += "\n\n**Common mistakes**, and what the check says of them:\n"
+    for right, wrong, says in mistakes[:5]:
+        written = _on_one_line(wrong) or "nothing"
+        text += f"\n- {written} in place of {_on_one_line(right)}: *{says}*"
     code = new_code_cell(exercise.solution, id=f"{exercise.id}-solution")
     return [new_markdown_cell(text, id=exercise.id), code]
+
+
+def _on_one_line(code: str) -> str:
+    """Code within a sentence."""
+    return f"`{' '.join(code.split())}`" if code.strip() else ""
 
 
 EDITIONS = {"student": student_cells, "teacher": teacher_cells}

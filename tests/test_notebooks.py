@@ -225,6 +225,9 @@ def test_editions_have_every_exercise(path):
             if name == "student":
                 assert exercise.student_task in sources
         assert bool(outputs_in(notebook)) == (name == "teacher")
+        mistaken = [each for each in exercises if each.names[0] in student["MISTAKES"]]
+        shown = "\n".join(sources).count("**Common mistakes**")
+        assert shown == (len(mistaken) if name == "teacher" else 0)
 
 
 @pytest.fixture
