@@ -369,3 +369,16 @@ def test_our_tokenizers_in_transformers(tokenizer, tmp_path):
     assert len(theirs) == tokenizer.vocab_size == model.vocab_size
     for token in theirs.all_special_ids:
         assert token < model.vocab_size
+
+
+def test_of_two_places_of_the_rotary_base_the_one_of_transformers_is_read(tmp_path):
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "rope_scaling": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    random_model("llama").save_pretrained(tmp_path)
+    change(tmp_path, **both)
+
+    expected = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    assert jgpt.load_hf(tmp_path).config.rotary_base == expected
+    assert expected == 300.0
