@@ -16,7 +16,7 @@ from tests.models import normal, random_gpt
 
 @pytest.fixture
 def draws(monkeypatch) -> list[dict[str, Any]]:
-    """The key of each call that draws, and whether each large array of its cache was taken over."""
+    """Of each call that draws, the positions in its cache, and which arrays were taken over."""
     calls: list[dict[str, Any]] = []
     compiled_draw = decoding._compiled_draw
 
@@ -26,7 +26,8 @@ def draws(monkeypatch) -> list[dict[str, Any]]:
             weights, window, length, cache, start, count, key, sampling, **options
         )
         donated = [leaf.is_deleted() for leaf in large]
-        calls.append({"key": jax.random.key_data(key).tolist(), "donated": donated})
+        capacities = {leaf.shape[1] for leaf in large}
+        calls.append({"capacities": capacities, "donated": donated})
         return result
 
     monkeypatch.setattr(decoding, "_compiled_draw", noted)
@@ -37,6 +38,13 @@ def test_the_cache_is_taken_over_and_not_copied(draws):
     model = random_gpt("nanogpt", num_layers=2)
     generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0))
     assert [call["donated"] for call in draws] == [[True] * 4]  # keys and values of two layers
+
+
+def test_a_cache_is_no_larger_than_a_short_text_needs(draws):
+    model = random_gpt("nanogpt", num_layers=1, block_size=256)
+    generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0))
+    generate(model, jnp.ones((1, 60), jnp.int32), 5, key=jax.random.key(0))
+    assert [call["capacities"] for call in draws] == [{32}, {64}]
 
 
 def test_one_program_draws_at_all_temperatures():

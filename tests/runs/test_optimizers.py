@@ -227,5 +227,6 @@ def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
 def test_the_average_of_a_schedule_free_optimizer_is_what_is_evaluated_and_loaded(config):
     run = jgpt.fit(config, optimizer=schedule_free, progress=None)
 
+    assert (path_of(run) / "checkpoints" / "6" / "average").is_dir()
     loss = jgpt.evaluate(path_of(run)).loss
     assert loss == pytest.approx(run.validation_loss, rel=1e-6)
