@@ -180,4 +180,4 @@ def _write_weights(entries: dict[str, Entry], dtype: np.dtype, path: Path) -> No
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in entries.values():
-            file.write(np.ascontiguousarray(entry.read(), dtype))
+            file.write(np.ascontiguousarray(entry.read(), dtype).data)
