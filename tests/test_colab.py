@@ -88,3 +88,10 @@ def test_the_page_has_a_line_for_each_machine():
 
 def test_without_the_limit_numpy_is_replaced(kernel):
     assert "numpy" in moved(kernel)  # the control
+
+
+def test_each_lesson_begins_with_the_lines():
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        for jax in LINES:
+            assert f'"{jax}"' in first, path.name
