@@ -14,7 +14,7 @@ import pytest
 from tests.test_documents import ROOT
 
 pytestmark = pytest.mark.slow
-LINES = re.findall(r"`pip install (.*?\.whl) \"(.*?)\"`", (ROOT / "docs/colab.md").read_text())
+LINES = re.findall(r"`%pip install jgpt-\*\.whl \"(.*?)\"`", (ROOT / "docs/colab.md").read_text())
 IMAGE = {
     "jax": "0.7.2",
     "jaxlib": "0.7.2",
@@ -71,20 +71,27 @@ def moved(kernel: Path, *wanted: str) -> dict[str, Any]:
     return {each["name"]: each["version"] for each in packages if each["name"] in IMAGE}
 
 
-@pytest.mark.parametrize("jax", [jax for _, jax in LINES])
+@pytest.mark.parametrize("jax", LINES)
 def test_a_line_of_the_page_keeps_the_kernel_s_numpy(jax, kernel):
     found = moved(kernel, jax)
-    replaced = {"jax", "jaxlib", "flax", "matplotlib", "rich"}
+    replaced = {"jax", "jaxlib", "flax", "rich"}
     if "cuda12" in jax:
         replaced |= {"jax-cuda12-plugin", "jax-cuda12-pjrt"}
-    assert set(found) == replaced  # and not numpy
+    assert set(found) == replaced  # and neither numpy nor matplotlib
     of_jax = {version for name, version in found.items() if name.startswith("jax")}
     assert len(of_jax) == 1  # JAX ignores a plugin of another version
 
 
 def test_the_page_has_a_line_for_each_machine():
-    assert [jax for _, jax in LINES] == ["jax<0.11", "jax[cuda12]<0.11", "jax[tpu]<0.11"]
+    assert LINES == ["jax<0.11", "jax[cuda12]<0.11", "jax[tpu]<0.11"]
 
 
 def test_without_the_limit_numpy_is_replaced(kernel):
     assert "numpy" in moved(kernel)  # the control
+
+
+def test_each_lesson_begins_with_the_lines():
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        for jax in LINES:
+            assert f'"{jax}"' in first, path.name

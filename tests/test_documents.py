@@ -41,6 +41,10 @@ RUN = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _NAMES_OF_
 start many processes, or train large models."""
 SESSION = ROOT / "docs" / "change.md"
 """A page whose commands and Python are run in turn, in one folder."""
+OTHER_PROGRAMS = (
+    *("git", "sed", "diff", "tar", "export"),
+    *("llama-cli", "ollama", "ct2-transformers-converter", "lm_eval"),
+)
 SAME = functools.partial(
     doctest.OutputChecker().check_output,
     optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
@@ -203,7 +207,7 @@ def check_other_command(line: str) -> None:
     elif program == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert words[0] == "install", line
-        for extra in re.findall(r"\[(.*?)\]", line):
+        for extra in re.findall(r"(?:jgpt|\.)\[(.*?)\]", line):
             assert extra in project["optional-dependencies"], line
     elif program == "python":
         script = Path(words[0])
@@ -211,7 +215,7 @@ def check_other_command(line: str) -> None:
             module = words[1]
             script = Path(*module.split(".")).with_suffix(".py")
         assert (ROOT / script).exists(), line
-    elif program not in ("git", "sed", "diff", "tar", "export"):
+    elif program not in OTHER_PROGRAMS:
         assert (ROOT / program).exists(), line
 
 

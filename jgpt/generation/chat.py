@@ -1,7 +1,7 @@
 """Conversations in ChatML, the template of SmolLM2 and Qwen3."""
 
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ class Chat:
         self._key = typed_key(key)
         self._replies = 0
         self._sampling = Sampling(top_p=top_p, **sampling)
-        if not isinstance(tokenizer, BPETokenizer) or not _has_chat_tokens(tokenizer):
+        if not can_chat(tokenizer):
             raise ValueError(
                 f"the tokenizer lacks {START} and {END}, the special tokens of a chat: "
                 "smollm2-chat and qwen3 are models that have them (jgpt import)"
@@ -134,10 +134,15 @@ class Chat:
         return [self._start, f"{role}\n{text}", self._end, "\n"]
 
 
-def _has_chat_tokens(tokenizer: BPETokenizer) -> bool:
+def can_chat(tokenizer: Tokenizer) -> TypeGuard[BPETokenizer]:
+    """Return whether a tokenizer has ChatML's tokens.
+
+    As a special token each is one token, and as ordinary text several, so no message can contain
+    it.
+    """
+    if not isinstance(tokenizer, BPETokenizer):
+        return False
     for word in (START, END):
-        # As a special token this is one token, and as ordinary text several, so no message can
-        # contain it.
         as_special = tokenizer.encode_part(word)
         as_text = tokenizer.encode_ordinary(word)
         if len(as_special) != 1 or len(as_text) <= 1:

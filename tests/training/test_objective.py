@@ -224,11 +224,11 @@ def test_a_teacher_is_not_trained():
 
 def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
     def downhill(config, steps):
-        def update(gradients, state, weights=None, **extra):
+        def update(updates, state, params=None, **extra):
             whole = jax.tree.map(lambda gradient: -gradient, extra["grad"])
-            return whole, {"value": extra["value"], "again": extra["value_fn"](weights)}
+            return whole, {"value": extra["value"], "again": extra["value_fn"](params)}
 
-        def init(weights):
+        def init(params):
             return {"value": jnp.zeros(()), "again": jnp.zeros(())}
 
         return optax.GradientTransformationExtraArgs(init, update)

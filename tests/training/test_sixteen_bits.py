@@ -201,11 +201,11 @@ def test_gradients_of_micro_batches_are_added_in_float32():
     seen = []
 
     def noting(config, steps):
-        def update(gradients, state, weights=None):
-            seen.append(dtypes_of(gradients))
-            return gradients, state
+        def update(updates, state, params=None):
+            seen.append(dtypes_of(updates))
+            return updates, state
 
-        return optax.GradientTransformation(lambda weights: optax.EmptyState(), update)
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
     optimizer = dataclasses.replace(CONFIG.optimizer, make=noting, gradient_clip=0.0)
     config = dataclasses.replace(CONFIG, optimizer=optimizer, micro_batches=5)

@@ -9,6 +9,17 @@ from jgpt.cli.arguments import Checkpoint, Lines, Run
 from jgpt.cli.options import OptionError, OptionSpec
 from jgpt.cli.signals import interrupted_by
 
+_CHAT = '''\
+TEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}
+{{ .Content }}<|im_end|>
+{{ end }}<|im_start|>assistant
+"""
+PARAMETER stop <|im_start|>
+PARAMETER stop <|im_end|>
+'''
+"""ChatML in Ollama's words. Without it Ollama looks for a template like that of the GGUF file among
+those that it knows, and may find none."""
+
 
 def export(
     run: Run,
@@ -49,6 +60,7 @@ def export(
             folder = Path(out or default)
             save_hf(model, folder, tokenizer=tokenizer, like=imported)
             return [f"wrote {folder}, for transformers.AutoModelForCausalLM.from_pretrained"]
+        from jgpt.generation.chat import can_chat
         from jgpt.interop.gguf import remarks, save_gguf
 
         file = Path(out or f"{default}.gguf")
@@ -56,6 +68,9 @@ def export(
         lines = [f"wrote {file}, for llama-cli -m {file}", *remarks(model, tokenizer)]
         if modelfile:
             made = file.with_name("Modelfile")
-            made.write_text(f"FROM ./{file.name}\nPARAMETER num_ctx {model.block_size}\n")
+            text = f"FROM ./{file.name}\nPARAMETER num_ctx {model.block_size}\n"
+            if can_chat(tokenizer):
+                text += _CHAT
+            made.write_text(text)
             lines.append(f"wrote {made}, for ollama create {file.stem} -f {made}")
     return lines
