@@ -139,6 +139,7 @@ def assert_ours(answer: dict[str, Any], case: Case) -> None:
     assert answer["text"] == tokenizer.decode(drawn[0, tokens.shape[1] :])
 
 
+@pytest.mark.slow
 @needs_llamacpp
 def test_llamacpp_continues_a_text_with_our_own_tokens(tmp_path, monkeypatch):
     known = cases()
