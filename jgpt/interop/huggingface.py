@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from jgpt.data.encode import Tokenizer
@@ -17,6 +18,7 @@ from jgpt.files import new_directory, prefix_errors, read_json, require_fetched
 from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import (
     Entry,
+    Tensors,
     plain_names,
     read_tensors,
     with_padding,
@@ -31,7 +33,6 @@ from jgpt.interop.text_files import (
     write_tokenizer,
 )
 from jgpt.nn.models import LanguageModel, abstract_model, named_parameters
-from jgpt.nn.precision import wider_dtype
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
@@ -80,9 +81,9 @@ def save_hf(
     """Save a directory for `transformers.AutoModelForCausalLM.from_pretrained`, atomically.
 
     The format is GPT-2's for learned positions, Apertus's for rotary ones without a gate, else
-    Qwen3's for QK-norm and Llama's without it. Tensors are made and written one by one. `like` is
-    the folder that the model was loaded from: its special tokens, chat template and generation
-    options are saved, too. Raises ValueError for a model that the format can't express.
+    Qwen3's for QK-norm and Llama's without it. `like` is the folder that the model was loaded from:
+    its special tokens, chat template and generation options are saved, too. Raises ValueError for a
+    model that the format can't express.
     """
     model = require_exportable(model)
     if tokenizer is not None:
@@ -96,11 +97,15 @@ def save_hf(
     if source is None and tokenizer is not None and tokenizer.end_of_text is not None:
         config["bos_token_id"] = tokenizer.end_of_text
         config["eos_token_id"] = tokenizer.end_of_text
+    # Before the folder is made, so that an error leaves nothing behind.
     entries = write_tensors(model, HF_FORMATS[config["model_type"]])
-    dtype = wider_dtype(model.config.param_dtype)
+    tensors = {name: entry.read() for name, entry in entries.items()}
     with new_directory(Path(directory)) as partial:
         (partial / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _write_weights(entries, dtype, partial / HF_WEIGHTS)
+        _write_weights(tensors, partial / HF_WEIGHTS)
+        # safetensors writes with mode 0600: other users of the machine could read all files but
+        # this.
+        shutil.copymode(partial / HF_CONFIG, partial / HF_WEIGHTS)
         write_text_files(files, partial)
         if tokenizer is not None:
             write_tokenizer(tokenizer, files, partial)
@@ -160,24 +165,12 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, Entry]:
             raise ValueError(f"not a complete safetensors file: {error}") from None
 
 
-def _write_weights(entries: dict[str, Entry], dtype: np.dtype, path: Path) -> None:
-    """Write a safetensors file, one tensor after the other.
-
-    safetensors writes a file only from all of its tensors.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, entry in entries.items():
-        begin = end
-        end += math.prod(entry.shape) * dtype.itemsize
-        header[name] = {
-            "dtype": f"F{8 * dtype.itemsize}",
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of their size
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries.values():
-            file.write(np.ascontiguousarray(entry.read(), dtype).data)
+@typed
+def _write_weights(tensors: Tensors, path: Path) -> None:
+    # safetensors 0.8.0 saves wrong values of arrays that are not C-contiguous, such as transposed
+    # kernels (huggingface/safetensors#825)
+    named = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    try:
+        safetensors.numpy.save_file(named, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} can't be written: {error}") from None

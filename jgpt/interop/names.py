@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 from jgpt.config import ModelConfig
 from jgpt.data.byte_pairs import BPETokenizer
@@ -21,6 +21,8 @@ from jgpt.nn.precision import wider_dtype
 from jgpt.nn.transformer import GPT
 from jgpt.shapes.contract import typed
 
+# by name; unlike in a dict annotation, all leaves are checked
+Tensors = PyTree[Float[np.ndarray, "..."]]
 _HEAD = "lm_head.weight"
 """The name of the head, which is outside of the prefix in all formats."""
 _OUTER_MODULES = re.compile(r"^((_orig_mod|module)\.)*((transformer|model)\.)?")
