@@ -317,17 +317,17 @@ class OpenRun:
             expected = like or jax.eval_shape(init)
             _, state = load_checkpoint(self._directory.checkpoints, step, expected)
             self._saved = step
-        with raise_in_all_processes():
-            if self._writes:
-                self._begin(step)
-        self._checkpoints = Checkpoints(
+        checkpoints = Checkpoints(
             self._directory.checkpoints,
             self.config.keep_last,
             self.config.keep_best,
             self.config.keep_every,
         )
-        if self._writes and last is not None:
-            self._checkpoints.delete_old()  # a kill may have come between a save and this
+        with raise_in_all_processes():
+            if self._writes:
+                self._begin(step)
+                checkpoints.delete_old()  # a kill may have come between a save and this
+        self._checkpoints = checkpoints
         self._logged = step
         for line in self.metrics():
             self._seconds_before = line.get("seconds", self._seconds_before)
