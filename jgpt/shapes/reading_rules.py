@@ -43,6 +43,7 @@ IN_NUMPY = {
     "add_any": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
+    "div": np.divide,
     "exp": np.exp,
     "neg": np.negative,
     "not": np.invert,
@@ -55,7 +56,7 @@ IN_NUMPY = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-"""What NumPy computes as JAX does, without a compilation."""
+"""What NumPy computes as JAX does, without a compilation; but integers are divided otherwise."""
 MONOTONE = named(
     "add add_any sub mul div neg exp exp2 expm1 logistic tanh erf floor ceil round clamp "
     "convert_element_type reduce_precision lt le gt ge and or not"
@@ -71,8 +72,20 @@ OTHER_FUNCTIONS = named(
 
 
 def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
-    """Let JAX compute an equation, with changed parameters if they are given."""
+    """Let JAX compute an equation, with changed parameters if they are given.
+
+    Numbers in order and sums are NumPy's: a matrix of averages has both, and a proof asks for it at
+    up to 64 lengths, each of which JAX compiles.
+    """
     parameters = equation.params | changes
+    name = equation.primitive.name
+    if name == "iota":
+        shape = parameters["shape"]
+        places = np.indices(shape, sparse=True)[parameters["dimension"]]
+        return [np.broadcast_to(places, shape).astype(parameters["dtype"])]
+    if name == "reduce_sum" and is_float(values[0].dtype):
+        exact = np.sum(values[0], parameters["axes"], np.float64)
+        return [exact.astype(values[0].dtype)]
     results = equation.primitive.bind(*map(jnp.asarray, values), **parameters)
     if not equation.primitive.multiple_results:
         results = [results]
@@ -80,9 +93,9 @@ def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
 
 
 def _computed_elements(equation: Any, *values: np.ndarray) -> np.ndarray:
-    function = IN_NUMPY.get(equation.primitive.name)
-    if function is not None:
-        return function(*values)
+    name = equation.primitive.name
+    if name in IN_NUMPY and (name != "div" or is_float(values[0].dtype)):
+        return IN_NUMPY[name](*values)
     (value,) = computed(equation, *np.broadcast_arrays(*values))
     return value
 
