@@ -497,23 +497,3 @@ def test_a_run_by_file_records_its_code_and_says_how_to_load_it(run_by_file):
     assert config["model"]["mlp_ratio"] == 3
     digest = sha256_of(folder / "opt.py")
     assert config["optimizer"]["make"] == {"name": "sgd", "file": "opt.py", "sha256": digest}
-
-
-def test_every_command_that_takes_custom_code_loads_it(trained, tmp_path):
-    run = trained.path
-    model = ("--model", "nothere.py:GPT")
-    for words in (
-        ("train", *model),
-        ("train", "--optimizer", "nothere.py:x"),
-        ("sample", run, *model),
-        ("chat", run, *model),
-        ("eval", run, *model),
-        ("look", run, "--prompt", "a", *model),
-        ("info", "tiny", *model),
-        ("info", run, *model),
-        ("info", "tiny", "--optimizer", "nothere.py:x"),
-        ("info", run, "--optimizer", "nothere.py:x"),
-        ("shapes", "tiny", *model),
-        ("shapes", run, *model),
-    ):
-        assert "nothere.py: No such file" in refused(*words, cwd=tmp_path), words
