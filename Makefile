@@ -117,15 +117,18 @@ $(VENV)/installed-parity: pyproject.toml | $(VENV)/installed-test
 without-parity:
 	@.ci/parity || true
 
-$(AHEAD)/installed: pyproject.toml
+# beside the packages of $(VENV); cuDNN without cuBLAS, since a step is compiled there and never run
+$(AHEAD)/installed: pyproject.toml | $(VENV)/installed-test
 	$(PYTHON) -m venv $(AHEAD)
-	$(AHEAD)/bin/python -m pip install --no-compile --editable '.[tpu]' hypothesis pytest tyro
-	version=$$($(AHEAD)/bin/python -c 'import jax; print(jax.__version__)') && \
-	$(AHEAD)/bin/python -m pip install --no-compile \
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	$(BIN)/python -c "$$packages" > $$($(AHEAD)/bin/python -c "$$packages")/beside.pth
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	$(AHEAD)/bin/python -m pip install --no-compile "jax[tpu]==$$version" && \
+	$(AHEAD)/bin/python -m pip install --no-compile --no-deps \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
 	touch $@
 
 $(NEWEST)/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --no-compile --editable '.[test]'
+	$(NEWEST)/bin/python -m pip install --no-compile --editable . hypothesis pytest
 	touch $@

@@ -13,24 +13,30 @@ import base64
 import html
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import nbformat
-from nbclient import NotebookClient
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 FOLDER = Path(__file__).resolve().parent
+NBCONVERT = [
+    *(sys.executable, "-m", "nbconvert", "--execute"),
+    *("--to", "notebook", "--inplace"),
+    "--ExecutePreprocessor.record_timing=False",
+    "--ExecutePreprocessor.startup_timeout=300",  # beside other tests
+]
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs, or a CellExecutionError.
+    """The notebook with fresh outputs. Raises RuntimeError if a cell stops.
 
-    It runs as `jupyter nbconvert --execute` runs it, in a folder with what lies
-    beside it here, and no parts of another run.
+    It runs by `jupyter nbconvert --execute`, in a folder with what lies beside
+    it here, and no parts of another run.
     """
-    notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "notebooks")
         folder.mkdir()
@@ -39,20 +45,24 @@ def execute(path: Path) -> nbformat.NotebookNode:
                 (folder / beside.name).symlink_to(beside)
         benchmarks = FOLDER.parent / "benchmarks"  # some lessons read records
         Path(temporary, "benchmarks").symlink_to(benchmarks)
-        client = NotebookClient(
-            notebook,
-            timeout=600,
-            startup_timeout=300,
-            kernel_name="python3",
-            record_timing=False,
-            coalesce_streams=True,
-            resources={"metadata": {"path": str(folder)}},
-        )
+        copy = folder / path.name
+        copy.write_bytes(path.read_bytes())
         # this checkout's package, not an installed one
         package = {"PYTHONPATH": str(FOLDER.parent)}
-        client.execute(env={"JAX_PLATFORMS": "cpu", **os.environ, **package})
+        done = subprocess.run(
+            [*NBCONVERT, str(copy)],
+            env={"JAX_PLATFORMS": "cpu", **os.environ, **package},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{path.name} stops:\n{done.stderr}")
+        notebook = nbformat.read(copy, as_version=4)
     code = (cell for cell in notebook.cells if cell.cell_type == "code")
+    # nbconvert itself would join the pieces of a text before they are written
+    joining = CoalesceStreamsPreprocessor()
     for count, cell in enumerate(code, 1):
+        joining.preprocess_cell(cell, {}, count)
         cell.execution_count = count
         for output in cell.outputs:
             for kind in output.get("data", {}):
