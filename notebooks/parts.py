@@ -888,6 +888,18 @@ def problem_of_block(block: Callable[..., Any]) -> str:
             + second(think(attended)),
             "parts that both read the input: the MLP reads what attention "
             "added": attended + think(second(x)),
+            "an MLP that reads `attended + x`: the stream holds `x` already": (
+                attended + think(second(attended + x))
+            ),
+            "an MLP that reads what attention returns: it reads the stream": (
+                attended + think(second(attended - x))
+            ),
+            "an MLP that reads `x` without a norm: it reads the stream": (
+                attended + think(x)
+            ),
+            "an MLP without a norm that reads what attention returns": (
+                attended + think(attended - x)
+            ),
             "an MLP whose result is added to the input of the block": x
             + think(second(attended)),
             "an MLP whose result is added to its norm": second(attended)

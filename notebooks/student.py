@@ -7,8 +7,8 @@ cell before. The solution is split at the line `# Check`, or else at its first
 `assert` or call of `np.testing`. What comes before becomes a starter: it has
 the names that the check reads. The rest is the check. For students, the check
 says "not solved yet" until there is a solution, has no comments, and has
-digests in place of answers that the task doesn't mention. For teachers, five
-wrong answers of `mistakes.json` follow the solution of each part.
+digests in place of answers that the task doesn't mention. For teachers, up
+to five wrong answers of `mistakes.json` follow a solution.
 """
 
 import ast
@@ -41,9 +41,9 @@ MODULES = (
     "rungs.py",
 )
 MISTAKES = json.loads((FOLDER / "mistakes.json").read_text(encoding="utf-8"))
-"""What is replaced by what in the solution of a part, and words of the check.
+"""What is replaced by what in a solution, and words of what the check says.
 
-The first five of each part are the commonest.
+The first five of each exercise are the commonest.
 """
 CHECK = "# Check"
 CHECK_TITLE = "# Check: fails until the exercise is solved"
@@ -180,17 +180,15 @@ class Exercise:
                 test=ast.Compare(
                     left=left, ops=[ast.Eq()], comparators=[right]
                 ),
-                msg=message,
+                msg=ast.expr() as message,
             ):
                 text = ast.unparse(right)
                 if _is_literal(right) and text not in self.task:
                     digest = digest_of(ast.literal_eval(text))
-                    found = ast.unparse(left)
-                    said = json.dumps(f"{found} isn't right")
-                    if message is not None:
-                        said = ast.unparse(message)
+                    found, said = ast.unparse(left), ast.unparse(message)
                     return f'assert is_answer({found}, "{digest}"), {said}'
-        source = _with_complaints(self.solution, statement)
+        lines = self.solution.splitlines()
+        source = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
         # NumPy's would print the answer.
         source = re.sub(
             r"np\.testing\.assert_(allclose|array_equal)",
@@ -264,35 +262,6 @@ def _is_literal(node: ast.expr) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _with_complaints(code: str, statement: ast.stmt) -> str:
-    """A statement of code, in which each assertion says what is wrong."""
-    lines = code.splitlines()
-    bare = [
-        node
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Assert) and node.msg is None
-    ]
-    for node in sorted(bare, key=lambda node: node.lineno, reverse=True):
-        assert node.end_lineno is not None
-        said = json.dumps(_complaint(node.test), ensure_ascii=False)
-        line = lines[node.end_lineno - 1].encode()
-        end = node.end_col_offset  # in bytes
-        with_said = line[:end] + f", {said}".encode() + line[end:]
-        lines[node.end_lineno - 1] = with_said.decode()
-    return "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
-
-
-def _complaint(test: ast.expr) -> str:
-    """What a check says of a wrong answer: what it looks at, and not what is
-    right.
-    """
-    if isinstance(test, ast.Compare):
-        parts = [test.left, *test.comparators]
-        found = next(part for part in parts if not _is_literal(part))
-        return f"{ast.unparse(found)} isn't right"
-    return f"this isn't true: {ast.unparse(test)}"
 
 
 def _without_comments(source: str) -> str:

@@ -5,7 +5,6 @@ They accept solutions, also unusual ones, and name the mistakes that are planted
 
 import ast
 import importlib
-import json
 import linecache
 import re
 import runpy
@@ -161,11 +160,7 @@ def test_a_saved_part_is_used_and_written_anew(folder, capsys):
     assert heads["Head"].mark == 2
 
 
-MISTAKES = [
-    (name, *mistake)
-    for name, mistakes in json.loads((ROOT / "notebooks" / "mistakes.json").read_text()).items()
-    for mistake in mistakes
-]
+MISTAKES = [(name, *mistake) for name in PARTS for mistake in student["MISTAKES"][name]]
 """A part, what is replaced by what in its solution, and words of what the check says."""
 
 
