@@ -522,7 +522,6 @@ class _Loop:
                 f"stopped at step {self.step} of {config.steps}: no better validation loss "
                 f"in `patience={config.patience!r}` evaluations"
             )
-        self.state = {}  # its memory is for the model that samples
 
     def _next_evaluation(self) -> int:
         """Return the next step that is evaluated: also the first one early, so that a run that
