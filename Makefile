@@ -130,5 +130,5 @@ $(AHEAD)/installed: pyproject.toml | $(VENV)/installed-test
 
 $(NEWEST)/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --no-compile --editable . hypothesis pytest
+	$(NEWEST)/bin/python -m pip install --no-compile --editable . hypothesis pytest tyro
 	touch $@
