@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers as tk
+from flax import nnx
 
 import jgpt
 from jgpt.interop.gguf import save_gguf
@@ -264,6 +266,22 @@ def test_matrices_in_fewer_bits(tmp_path):
     assert types["q8_0"]["blk.0.ffn_down.weight"] == "F16"  # rows of 29
     assert types["q8_0"]["token_embd.weight"] == "Q8_0"
     assert {types["q8_0"][name] for name in ("position_embd.weight", "output_norm.bias")} == {"F32"}
+
+
+@pytest.mark.slow
+def test_a_file_is_written_one_tensor_at_a_time(tmp_path):
+    """Beside the model: a large one would not fit into memory twice."""
+    config = config_of("nanogpt", vocab_size=CHARACTERS.vocab_size, num_layers=6, embed_dim=192)
+    model = loud(abstract_model(config))
+    size = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
+    save_gguf(model, tmp_path / "first", tokenizer=CHARACTERS)  # what compiles once does it here
+    tracemalloc.start()
+
+    save_gguf(model, tmp_path / "second", tokenizer=CHARACTERS)
+
+    _, peak = tracemalloc.get_traced_memory()  # of NumPy's arrays; JAX's are the model
+    tracemalloc.stop()
+    assert peak < size / 2
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -295,7 +295,8 @@ DEFAULT_PRESET = {
 @pytest.mark.parametrize(
     ("family", "kind", "changes"),
     [
-        ("nanogpt", "gpt2", {}),  # without biases: the same function with zeros
+        ("nanogpt", "gpt2", {"norm_scale": False}),  # without biases: a function with zeros
+        ("gpt2", "gpt2", {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5}),
         ("qwen3", "apertus", DEFAULT_PRESET),
         ("qwen3", "qwen3", {"norm_epsilon": 1e-2, "norm_scale": False}),
         ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
