@@ -154,43 +154,28 @@ def test_a_request_that_can_t_be_computed_says_why():
     ]
 
 
-@pytest.mark.slow
 @needs_javascript
-@pytest.mark.parametrize("name", ["default preset", "one's own"])
+@pytest.mark.parametrize("name", only(["default preset"], ["default preset", "one's own"]))
 def test_a_text_is_written_on_with_the_tokens_of_generate(name):
     look = look_of(name)
     prompt = list(TOKENS[:4])
     room = look.model.block_size - len(prompt)
-
-    requests = [
-        {"tokens": prompt, "count": 99, "temperature": 0.8, "seed": seed} for seed in (5, 6)
+    draws: list[dict[str, Any]] = [
+        {"seed": 5, "count": 99, "temperature": 0.8},
+        {"seed": 6, "count": 99, "temperature": 0.8},
+        {"seed": 5, "count": 3, "temperature": 0},
+        {"seed": 3, "count": 7, "temperature": 1.3, "min_p": 0.4},
+        {"seed": 3, "count": 7, "temperature": 1.3, "top_k": 5, "top_p": 0.8},
     ]
-    requests.append({"tokens": prompt, "count": 3, "temperature": 0, "seed": 5})
-    found = records_of(name, *requests)
 
-    def generated(seed, count, temperature):
-        key = jax.random.key(seed)
-        batch = jnp.asarray(prompt)[None]
-        tokens = generate(look.model, batch, count, key=key, temperature=temperature)
-        return np.asarray(tokens)[0, len(prompt) :].tolist()
+    found = records_of(name, *({"tokens": prompt, **options} for options in draws))
 
-    assert found == [generated(5, room, 0.8), generated(6, room, 0.8), generated(5, 3, 0.0)]
     assert found[0] != found[1]
-
-
-@needs_javascript
-@pytest.mark.parametrize("filters", [{"min_p": 0.4}, {"top_k": 5, "top_p": 0.8}])
-def test_filters_leave_out_what_they_leave_out_in_python(filters):
-    look = look_of("default preset")
-    prompt = list(TOKENS[:4])
-    request = {"tokens": prompt, "count": 7, "temperature": 1.3, "seed": 3, **filters}
-
-    (found,) = records_of("default preset", request)
-
-    key = jax.random.key(3)
-    batch = jnp.asarray(prompt)[None]
-    tokens = generate(look.model, batch, 7, key=key, temperature=1.3, **filters)
-    assert found == np.asarray(tokens)[0, 4:].tolist()
+    for tokens, options in zip(found, draws, strict=True):
+        key = jax.random.key(options.pop("seed"))
+        count = min(options.pop("count"), room)
+        expected = generate(look.model, jnp.asarray(prompt)[None], count, key=key, **options)
+        assert tokens == expected[0, len(prompt) :].tolist()
 
 
 @needs_javascript
@@ -247,9 +232,6 @@ def test_large_weights_are_in_int8_with_scales_as_those_of_the_command(monkeypat
     for index in range(2):
         (alone,) = pack_weights({"0/kernel": stacked[index]}, 10, 10).unpacked.values()
         np.testing.assert_array_equal(packed.unpacked["0/layers/kernel"][index], alone)
-        # Half of a step of its own column, of 127 up to the largest number.
-        half_a_step = np.abs(stacked[index]).max(axis=0) / 127 / 2
-        assert (np.abs(alone - stacked[index]) <= 1.001 * half_a_step).all()
 
 
 @needs_javascript
