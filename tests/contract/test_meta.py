@@ -18,8 +18,6 @@ from flax import nnx
 from jax import Array
 
 import jgpt
-from jgpt import GPT, BigramLM
-from jgpt.nn.models import CachedLanguageModel, LanguageModel
 from jgpt.words import LEGEND
 
 ARRAY_NAMES = {"Array", "ndarray", "PyTree"}
@@ -307,23 +305,3 @@ def test_typed_is_innermost():
             if isinstance(node, ast.FunctionDef):
                 names = [getattr(each, "id", "") for each in node.decorator_list]
                 assert "typed" not in names[:-1], f"{module.__name__}.{node.name}"
-
-
-@pytest.mark.parametrize("protocol", [LanguageModel, CachedLanguageModel])
-@pytest.mark.parametrize("model", [GPT, BigramLM])
-@pytest.mark.parametrize("method", ["hidden", "logits", "__call__"])
-def test_a_protocol_says_of_arrays_what_its_models_say(protocol, model, method):
-    """Where a model has sizes of its own, a protocol has names."""
-
-    def written(kind):
-        hints = get_type_hints(getattr(kind, method))
-        arrays = {name: str(hint) for name, hint in hints.items() if "Array" in str(hint)}
-        for own, name in (("embed_dim", "features"), ("vocab_size", "vocab")):
-            size = re.compile(rf"{{self\.(\w+\.)?{own}}}")
-            arrays = {each: size.sub(name, hint) for each, hint in arrays.items()}
-        return arrays
-
-    of_model = written(model)
-    of_model.pop("documents", None)  # a model need not take it
-    assert written(protocol) == of_model
-    assert len(written(protocol)) == 2

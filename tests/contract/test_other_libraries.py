@@ -75,14 +75,8 @@ def test_a_model_of_another_library_is_checked_watched_captured_drawn_and_proven
     model = MODELS[name]()
     assert model(X).shape == (5, 6)
 
-    with pytest.raises(TypeCheckError) as caught:
+    with pytest.raises(TypeCheckError, match=rf"{name}.__call__\(\) got a wrong argument `x`\."):
         model(jnp.ones((5, 7)))
-    assert str(caught.value) == (
-        f"{__name__}.{name}.__call__() got a wrong argument `x`.\n"
-        'Expected: Float[Array, "time {self.embed_dim}"] with {self.embed_dim}=6\n'
-        "Got: float32[5,7]\n"
-        "Reason: the dimension size 7 does not equal the existing value of {self.embed_dim}=6."
-    )
 
     calls: list[TypedCall] = []
     with watching(calls.append):

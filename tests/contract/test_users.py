@@ -66,12 +66,7 @@ def test_a_module_of_theirs_is_checked(gate):
         return str(caught.value)
 
     assert gate(jnp.ones((2, 3, 6))).shape == (2, 3, 6)
-    assert refusal(2, 3, 5) == (
-        "theirs.Gate.__call__() got a wrong argument `x`.\n"
-        'Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=6\n'
-        "Got: float32[2,3,5]\n"
-        "Reason: the dimension size 5 does not equal the existing value of {self.embed_dim}=6."
-    )
+    assert refusal(2, 3, 5).startswith("theirs.Gate.__call__() got a wrong argument `x`.")
     gate.axis = 1
     assert refusal(2, 4, 6).startswith("theirs.Gate.__call__() returned a wrong result.")
     gate.expansion = nnx.Linear(6, 11, rngs=nnx.Rngs(0))

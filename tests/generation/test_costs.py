@@ -47,18 +47,6 @@ def test_a_cache_is_no_larger_than_a_short_text_needs(draws):
     assert [call["capacities"] for call in draws] == [{32}, {64}]
 
 
-def test_one_program_draws_at_all_temperatures():
-    model = random_gpt("nanogpt", num_layers=1)
-    generate(model, jnp.ones((1, 3), jnp.int32), 2, key=jax.random.key(0), temperature=0.5)
-    compiled: Any = decoding._compiled_draw
-    before = compiled._cache_size()
-    for temperature in (1, 0, 0.7):
-        prompt = jnp.ones((1, 3), jnp.int32)
-        generate(model, prompt, 2, key=jax.random.key(0), temperature=temperature)
-
-    assert compiled._cache_size() == before
-
-
 def test_the_next_call_is_dispatched_before_the_tokens_of_the_last_one_are_waited_for():
     events = []
 

@@ -45,14 +45,10 @@ def decoded(pieces, stop=()):
             yield text
 
 
-def cut(data, size):
-    """Bytes as tokens, in pieces of one size."""
-    return cut_tokens(list(data), size)
-
-
-def cut_tokens(tokens: list[int], size: int) -> list[np.ndarray]:
+def cut(tokens, size):
+    """Tokens, or bytes as tokens, in pieces of one size."""
     starts = range(0, len(tokens), size)
-    return [np.array(tokens[start : start + size], np.int32) for start in starts]
+    return [np.array(list(tokens[start : start + size]), np.int32) for start in starts]
 
 
 @given(
@@ -173,7 +169,7 @@ def test_a_stream_says_what_all_tokens_say_together(context, text, size):
     writer = _Detokenizer(tokenizer, (), tuple(before))
 
     said = ""
-    for piece in cut_tokens(after, size):
+    for piece in cut(after, size):
         said += writer.write(piece)
     at_the_end = writer.write(np.zeros(0, np.int32), final=True)
 

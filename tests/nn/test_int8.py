@@ -41,8 +41,7 @@ def test_rows_are_quantised_by_hand():
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("shape", "biased"), [((23,), True), ((1, 23), False), ((2, 3, 23), True)])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
     kernel = normal(0, 23, 29)
     bias = None

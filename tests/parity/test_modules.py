@@ -15,8 +15,6 @@ import torch
 from flax import nnx
 
 import jgpt
-from tests.models import randomised, to_torch, weights_of
-from tests.parity import torch_gpt
 from tests.parity.ladder import TOLERANCE, errors
 
 BATCH, TIME, KEYS, EMBED, HEADS = 2, 5, 13, 21, 3
@@ -41,25 +39,6 @@ def close(mine, its, dtype):
     return errors({"": mine}, {"": its})[1] < TOLERANCE[dtype]
 
 
-def tensors_of(module):
-    return {name: torch.tensor(array) for name, array in to_torch(weights_of(module)).items()}
-
-
-def attention(dtype, causal=True, **options) -> tuple[Any, Any]:
-    """Attention with random weights, and the port's with the same; one head is a `Head`."""
-    sizes = {"embed_dim": EMBED, "num_heads": HEADS}
-    dtypes = {"dtype": dtype, "param_dtype": dtype}
-    config = jgpt.ModelConfig(**{**sizes, **dtypes, **options})
-    module: Any = jgpt.MultiHeadAttention(config, causal=causal, rngs=nnx.Rngs(0))
-    nnx.update(module, randomised(weights_of(module)))
-    port: Any = torch_gpt.MultiHeadAttention(config, causal=causal)
-    if config.num_heads == 1:
-        module = module.head(0)
-        port = torch_gpt.Head(config, causal=causal)
-    port.to(getattr(torch, dtype)).load_state_dict(tensors_of(module))
-    return module, port
-
-
 def packed_weights(reference: torch.nn.MultiheadAttention) -> dict[str, Any]:
     """PyTorch's weights of queries, keys and values, which are one array, under our names."""
     tensors: dict[str, torch.Tensor] = dict(reference.named_parameters())
@@ -80,7 +59,15 @@ def test_torchs_multi_head_attention_is_ours_with_its_packed_weights(dtype):
     random = torch.Generator().manual_seed(6)
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=random)
-    module, _ = attention(dtype, qkv_bias=True, use_bias=True)
+    config = jgpt.ModelConfig(
+        embed_dim=EMBED,
+        num_heads=HEADS,
+        qkv_bias=True,
+        use_bias=True,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    module = jgpt.MultiHeadAttention(config, causal=True, rngs=nnx.Rngs(0))
     nnx.update(module, packed_weights(reference))
     x = inputs(dtype)
     context = inputs(dtype, KEYS, seed=4)

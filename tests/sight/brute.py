@@ -31,6 +31,18 @@ def dependences(program: Callable[[Any], Any], seeds: int = 3) -> np.ndarray:
     return found
 
 
+def outside(hull: Any, found: np.ndarray) -> np.ndarray:
+    """Dependences that were seen and are not between the first and the last position of a hull."""
+    wrong = []
+    for axis, size in enumerate(SHAPE[:2]):
+        seen = found.any(axis=3 - axis)  # output batch, output time, positions along the axis
+        position = np.arange(size)
+        first = hull.first("bt"[axis]).min(axis=2)[..., None]
+        last = hull.last("bt"[axis]).max(axis=2)[..., None]
+        wrong.append(np.argwhere(seen & ((position < first) | (position > last))))
+    return np.concatenate(wrong)
+
+
 def differentiate_or_nothing(differentiate: Callable[[Any], Any], x: Any) -> Any:
     """A loop on data has no forward derivative in reverse, but all have one forwards."""
     try:

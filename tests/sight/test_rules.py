@@ -20,6 +20,7 @@ FEW = 1 << 20
 """A first position at or above this is that of what reads nothing."""
 X = jax.ShapeDtypeStruct((TIME,), jnp.float32)
 EACH = list(range(TIME))
+OWN = [[t, t] for t in EACH]
 NONE = "none"
 
 
@@ -53,20 +54,14 @@ def infinite_or_0(x: Any) -> Any:
 
 
 HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "elements": (lambda x: jnp.exp(x) * 3, [[t, t] for t in EACH]),
+    "elements": (lambda x: jnp.exp(x) * 3, OWN),
     "a constant": (lambda x: 0 * x + jnp.zeros(5), [NONE] * TIME),
     "times a known 0": (
         lambda x: x * np.array([0.0, 1, 0, 2, 0]),
         [NONE, [1, 1], NONE, [3, 3], NONE],
     ),
-    "0 times what may be infinite": (
-        lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)),
-        [[t, t] for t in EACH],
-    ),
-    "a logarithm of what may be 0": (
-        lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)),
-        [[t, t] for t in EACH],
-    ),
+    "0 times what may be infinite": (lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)), OWN),
+    "a logarithm of what may be 0": (lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)), OWN),
     "a known choice": (
         lambda x: jnp.where(np.arange(5) < 2, x, x[::-1]),
         [[0, 0], [1, 1], [2, 2], [1, 1], [0, 0]],
@@ -77,11 +72,11 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "maximum": (lambda x: jnp.where(np.arange(5) < 3, x, -jnp.inf).max(), [[0, 2]]),
     "minimum of two": (
         lambda x: jnp.minimum(x, np.array([-np.inf, np.inf, 0, 0, 0])),
-        [NONE, *[[t, t] for t in EACH[1:]]],
+        [NONE, *OWN[1:]],
     ),
     "maximum of two": (
         lambda x: jnp.maximum(x, np.array([np.inf, -np.inf, 0, 0, 0])),
-        [NONE, *[[t, t] for t in EACH[1:]]],
+        [NONE, *OWN[1:]],
     ),
     "maximum of a choice and another": (
         lambda x: jnp.maximum(jnp.where(x[::-1] > 0, -6.0, -5.0), x),
@@ -124,7 +119,7 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "the size of what is masked or not, as data decides": (
         lambda x: 0 * jnp.abs(jnp.where(x > 0, -jnp.inf, x)),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "a maximum of numbers that are all far below": (
         lambda x: jnp.maximum(jnp.maximum(far_below(x), -3e7), x[0] - 1.5e7),
@@ -132,11 +127,11 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "a logarithm of what may be 0 or 4,096": (
         lambda x: 0 * jnp.log(jnp.where(x > 0, 4096.0, 0.0)),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "a logarithm of what may be 0 or the greatest number": (
         lambda x: 0 * jnp.log(jnp.where(x > 0, jnp.float16(65504), jnp.float16(0))),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "float16, masked by its least number": (
         lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x.astype(jnp.float16), -65504)),
@@ -187,13 +182,13 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "a masked weight, made small": (
         lambda x: jnp.exp((x + np.where(np.arange(5) < 2, 0, -1e9)) * 1e-9),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "a masked score, negated, which is infinite": (
         lambda x: jnp.exp(-(x + np.where(np.arange(5) < 2, 0, -1e9))),
         [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
-    "a large number that is known": (lambda x: x * 1e6 * 1e-6, [[t, t] for t in EACH]),
+    "a large number that is known": (lambda x: x * 1e6 * 1e-6, OWN),
     "compared with a masked number": (
         lambda x: (x > np.array([-1e9, 1e9, 0, 0, 0])) * 1.0,
         [NONE, NONE, *[[t, t] for t in EACH[2:]]],
