@@ -184,10 +184,10 @@ def test_a_cache_refuses_tokens_that_it_has_no_room_for(family, capacity, cached
     expected = compiled(model, tokens[:, :cached])
 
     model(tokens[:, : cached - 2], cache=cache)
-    with pytest.raises(ValueError, match=str(capacity)):
+    with pytest.raises(ValueError, match=f"`capacity` {capacity}"):
         model(tokens[:, cached - 2 : cached + time], cache=cache)
     last = model(tokens[:, cached - 2 : cached], cache=cache)
-    with pytest.raises(ValueError, match=str(capacity)):
+    with pytest.raises(ValueError, match=f"`capacity` {capacity}"):
         model(tokens[:, cached : cached + time], cache=cache)
 
     np.testing.assert_allclose(last, expected[:, -2:], rtol=1e-3, atol=1e-3)
