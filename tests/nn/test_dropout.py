@@ -145,9 +145,4 @@ def test_training_drops_the_n_grams_of_whole_positions():
     kept_share = is_kept.mean()
     assert abs(kept_share - (1 - RATE)) < 4 * share_deviation(ratio.size)
     assert not np.array_equal(is_kept[0], is_kept[1])
-
-    # the key alone decides
-    again = kept_ratio(3)
-    np.testing.assert_allclose(again, ratio, atol=1e-6)
-    other_is_kept = kept_ratio(4) > 0.5
-    assert not np.array_equal(other_is_kept, is_kept)
+    assert not np.array_equal(kept_ratio(4) > 0.5, is_kept)

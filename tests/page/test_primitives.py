@@ -502,25 +502,16 @@ def test_the_product_in_webassembly_is_assembled_from_its_source():
 
 WITHOUT_WEBASSEMBLY = "delete globalThis.WebAssembly;\n"
 """As in a page whose host does not let WebAssembly run."""
-MISTAKE_IN_LOOPS = ("c33 += a3 * b3", "c33 += a3 * b2")
 
 
 @needs_javascript
-@pytest.mark.parametrize("mistake", [None, MISTAKE_IN_LOOPS])
-def test_products_have_the_same_bits_in_loops(mistake, calls, computed, tmp_path):
-    source = INTERPRETER.read_text()
-    if mistake is not None:
-        right, wrong = mistake
-        assert right in source
-        source = source.replace(right, wrong)
+def test_products_have_the_same_bits_in_loops(calls, computed, tmp_path):
     path = tmp_path / "interpreter.js"
-    path.write_text(WITHOUT_WEBASSEMBLY + source)
+    path.write_text(WITHOUT_WEBASSEMBLY + INTERPRETER.read_text())
     numbers = CASES_OF["dot_general"]
 
     in_loops = run_programs([calls[number] for number in numbers], path)
 
-    is_same = []
     for number, results in zip(numbers, in_loops, strict=True):
         for found, wanted in zip(results.values(), computed[number], strict=True):
-            is_same.append(np.array_equal(found, wanted))
-    assert all(is_same) == (mistake is None)
+            np.testing.assert_array_equal(found, wanted)
