@@ -27,7 +27,7 @@ NGRAMS = {"ngram_sizes": (2, 5), "ngram_rows": 23}
 VARIANTS = {
     **{family: {"family": family} for family in FAMILIES},
     "windows": {"family": "modern", **NGRAMS, "attention_window": 3},
-    "n-grams": {"family": "nanogpt", **NGRAMS, "tie_embeddings": False},
+    "scan": {"family": "modern", "scan_layers": True},
 }
 ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [8, 9, 7, 9]]  # the longest n-gram is of 5
 
@@ -120,52 +120,22 @@ def test_greedy_with_a_cache_is_greedy_without_one(variant):
     assert len(drawn) > 3 or not isinstance(variant, GPT)
 
 
-def continued(model, rows, sizes):
-    """Reads each row's last tokens, in pieces of these sizes after the rest.
+@pytest.mark.parametrize("name", only(["windows", "scan"], ["windows", "scan", "gpt2", "bigram"]))
+def test_logits_with_a_cache_are_those_without(name, windows):
+    """Of pieces of three tokens, of two and of one."""
+    model = windows if name == "windows" else small_model(**VARIANTS[name])
+    tokens = tokens_of(1, time=BLOCK_SIZE)
+    cache = model.empty_cache(2)
 
-    The function takes by how much the cache's lengths are wrong, and returns the pieces' logits.
-    """
-    steps = sum(sizes)
-    beginnings = [row[:-steps] for row in rows]
-    newest = jnp.array([row[-steps:] for row in rows])
-    lengths = jnp.array([len(beginning) for beginning in beginnings])
-    width = int(lengths.max())
-    # shorter rows end where the longest one ends; what stands before them is not read
-    first = np.full((len(rows), width), VOCAB - 1)
-    for row, beginning in enumerate(beginnings):
-        first[row, width - len(beginning) :] = beginning
+    @nnx.jit
+    def read(model, cache, tokens):
+        return model(tokens, cache=cache)
 
-    @jax.jit
-    def read(error):
-        cache = model.empty_cache(len(rows))
-        cache.set_lengths(lengths - width)
-        model(jnp.asarray(first), cache=cache)
-        cache.set_lengths(lengths + error)
-        logits = []
-        for piece in jnp.split(newest, np.cumsum(sizes)[:-1], axis=1):
-            logits.append(model(piece, cache=cache))
-        return jnp.concatenate(logits, axis=1)
+    pieces = [read(model, cache, piece) for piece in jnp.split(tokens, [3, 5], axis=1)]
 
-    return read
-
-
-def test_logits_with_a_cache_are_those_without(variant):
-    padded = np.zeros((len(ROWS), BLOCK_SIZE), np.int32)
-    for index, row in enumerate(ROWS):
-        padded[index, : len(row)] = row
-    read = continued(variant, ROWS, (2, 1))
-
-    found = read(0)
-    with_wrong_lengths = read(-1)
-    without = compiled(variant, padded)
-
-    for index, row in enumerate(ROWS):
-        expected = without[index, len(row) - 3 : len(row)]
-        tolerance = 1e-5 * abs(expected).max()
-        np.testing.assert_allclose(found[index], expected, rtol=0, atol=tolerance)
-        if isinstance(variant, GPT):  # a length that is one too short is noticed
-            difference = abs(found[index] - with_wrong_lengths[index])
-            assert difference.max() > 1e-3
+    expected = compiled(model, tokens)
+    tolerance = 1e-5 * abs(expected).max()
+    np.testing.assert_allclose(np.concatenate(pieces, 1), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow

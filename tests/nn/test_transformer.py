@@ -200,23 +200,3 @@ def test_longer_inputs_than_the_block_are_rejected(family):
 
     with pytest.raises(ValueError, match="12 tokens are more than `block_size=11`"):
         model(tokens)
-
-
-def test_a_scan_decodes_as_a_loop_does():
-    model = random_gpt("modern", scan_layers=True)
-    tokens = tokens_of(1)
-    cache = model.empty_cache(2)
-
-    @nnx.jit
-    def read(model, cache, tokens):
-        return model(tokens, cache=cache)
-
-    logits = []
-    for time in range(tokens.shape[1]):
-        token = tokens[:, time : time + 1]
-        logits.append(read(model, cache, token))
-
-    found = np.concatenate(logits, axis=1)
-    expected = compiled(model, tokens)
-    tolerance = 1e-5 * float(abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)

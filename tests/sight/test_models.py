@@ -55,9 +55,11 @@ def test_a_preset_is_proven_at_one_length(name: str) -> None:
 
 @pytest.mark.parametrize("config", [SMALL, ALL_TOGETHER])
 def test_by_default_each_length_of_a_small_model_is_proven(config: jgpt.ModelConfig) -> None:
-    proof = jgpt.prove(abstract_model(config), "int32[b t]", causal="t")
+    model = abstract_model(dataclasses.replace(config, block_size=5))
 
-    assert str(proof).startswith("proven for t = 1 to 8, the block size\n")
+    proof = jgpt.prove(model, "int32[b t]", causal="t")
+
+    assert str(proof).startswith("proven for t = 1 to 5, the block size\n")
 
 
 def test_heads_that_look_ahead_are_not_proven() -> None:
@@ -83,7 +85,7 @@ def test_the_gpt_on_one_page_and_the_model_of_jgpt_new_are_proven() -> None:
     written = new["GPT"](config, rngs=nnx.Rngs(0))
 
     for model in (on_one_page, written):
-        proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": range(1, 9)})
+        proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": [1, 3, 8]})
         assert proof, str(proof)
 
 
@@ -204,7 +206,7 @@ def applied(module: Any, *shape: int, dtype: Any = jnp.float32) -> Any:
 
 
 def test_models_of_other_libraries() -> None:
-    sizes = {"t": range(1, 6)}
+    sizes = {"t": [1, 5]}
     linen_gpt = applied(LinenGPT(), 2, 5, dtype=jnp.int32)
     unmasked = applied(LinenGPT(masked=False), 2, 5, dtype=jnp.int32)
 
