@@ -1,10 +1,8 @@
+# pyright: reportUnnecessaryTypeIgnoreComment=true
 """What users get of the contract: their own modules, their editor, their type checker."""
 
 import dataclasses
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +14,6 @@ from jaxtyping import Array, Float, TypeCheckError
 import jgpt
 from jgpt.shapes.contract import record
 
-ROOT = Path(jgpt.__file__).parents[1]
 THEIRS = '''
 import jax.numpy as jnp
 from flax import nnx
@@ -79,50 +76,16 @@ def test_a_module_of_theirs_is_checked(gate):
     )
 
 
-WRONG_CALLS = """
-import jax
-import jgpt
-from flax import nnx
-
-rngs = nnx.Rngs(0)
-head = jgpt.Head(10, 4, rngs=rngs)
-jgpt.Head(10, "4", rngs=rngs)
-jgpt.Head(10, rngs=rngs)
-jgpt.Head(10, 4, rngs=rngs, heads=2)
-jgpt.Head(10, 4)
-head([1.0])
-total: str = head(jax.numpy.ones((1, 2, 10)))
-"""
-
-
-@pytest.mark.slow
-def test_pyright_sees_wrong_calls(tmp_path: Path):
-    file = tmp_path / "calls.py"
-    file.write_text(WRONG_CALLS)
-    settings = {
-        "include": [str(file)],
-        "extraPaths": [str(ROOT)],
-        "typeCheckingMode": "standard",
-        "reportMissingImports": True,
-    }
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    run = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    found = json.loads(run.stdout)["generalDiagnostics"]
-    by_line = {each["range"]["start"]["line"] + 1: each["rule"] for each in found}
-
-    assert by_line == {
-        8: "reportArgumentType",
-        9: "reportCallIssue",
-        10: "reportCallIssue",
-        11: "reportCallIssue",
-        12: "reportArgumentType",
-        13: "reportAssignmentType",
-    }
+def wrong_calls(rngs: nnx.Rngs) -> None:
+    """`make lint` fails if pyright doesn't see one: the comment beside it is needless then."""
+    head = jgpt.Head(10, 4, rngs=rngs)
+    jgpt.Head(10, "4", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    jgpt.Head(10, rngs=rngs)  # pyright: ignore[reportCallIssue]
+    jgpt.Head(10, 4, rngs=rngs, heads=2)  # pyright: ignore[reportCallIssue]
+    jgpt.Head(10, 4)  # pyright: ignore[reportCallIssue]
+    head([1.0])  # pyright: ignore[reportArgumentType]
+    total: str = head(jnp.ones((1, 2, 10)))  # pyright: ignore[reportAssignmentType]
+    print(total)
 
 
 def test_a_record_of_theirs_is_a_tree_for_jax():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ def test_greedy_with_a_cache_is_greedy_without_one(variant):
 @pytest.mark.parametrize("name", only(["windows", "scan"], ["windows", "scan", "gpt2", "bigram"]))
 def test_logits_with_a_cache_are_those_without(name, windows):
     """Of pieces of three tokens, of two and of one."""
-    model = windows if name == "windows" else small_model(**VARIANTS[name])
+    model: Any = windows if name == "windows" else small_model(**VARIANTS[name])
     tokens = tokens_of(1, time=BLOCK_SIZE)
     cache = model.empty_cache(2)
 

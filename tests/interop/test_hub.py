@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 import jgpt
 from jgpt.interop.hub import HUB, find_model
 from tests.commands import typist
-from tests.interop.test_huggingface import assert_same_weights
+from tests.interop.test_huggingface import assert_same_weights, in_two_shards
 from tests.models import random_gpt
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -26,19 +26,6 @@ CODE = b"raise SystemExit('this is never read')"
 def changed(weights: bytes) -> bytes:
     """Weights of the same shapes."""
     return save({name: np.zeros_like(array) for name, array in load(weights).items()})
-
-
-def in_two_shards(weights: bytes) -> dict[str, bytes]:
-    """The files of a model that is too large for one."""
-    arrays = load(weights)
-    files = {}
-    shard_of = {}
-    for number, names in enumerate(np.array_split(sorted(arrays), 2), 1):
-        shard = f"model-0000{number}-of-00002.safetensors"
-        files[shard] = save({name: arrays[name] for name in names.tolist()})
-        shard_of |= dict.fromkeys(names.tolist(), shard)
-    index = json.dumps({"weight_map": shard_of})
-    return files | {"model.safetensors.index.json": index.encode()}
 
 
 @pytest.fixture(scope="module")

@@ -51,14 +51,14 @@ def default_page() -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Any, html: str) -> Iterator[Page]:
-    """The browser with a page, once the page has computed its first text."""
+def opened(path: Any, html: str, *how: Any) -> Iterator[Page]:
+    """The browser with a page, once it has computed its first text; `how` is that of `open`."""
     path.write_text(html)
     page = shared_browser()
     page.open("about:blank")  # ends the page of the test before
     page.errors.clear()
     page.requests.clear()
-    page.open(path)
+    page.open(path, *how)
     page.run(STARTED)
     page.run(OPEN_GROUPS)
     yield page
