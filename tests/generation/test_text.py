@@ -94,9 +94,8 @@ def test_prompts_are_continued_side_by_side(model):
     [
         (("a", "d"), 99, ("e", "\na"), ("bcd", "")),
         (("a", "d"), 4, ("ef\na", "x"), ("bcde", "")),
-        # the first one to appear, in whatever order they are listed; all of them in one piece
+        # the first one to appear, in whatever order they are listed
         (("a",), 9, ("e", "c"), ("b",)),
-        (("a",), 9, ("de", "cde", "f"), ("b",)),
         # what begins in the prompt is none
         (("ab",), 9, ("bc",), ("cdef\na",)),
     ],

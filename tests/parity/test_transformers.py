@@ -202,8 +202,14 @@ def test_shards_of_other_precisions_are_read_into_float32(name, dtype, tmp_path)
     assert_same_logits(model, read(tmp_path, dtype=torch.float32).eval())
 
 
+PLAIN = {"rope_type": "default"}
+TWO_BASES = {
+    "rope_parameters": {**PLAIN, "rope_theta": 100.0},
+    "rope_scaling": {**PLAIN, "rope_theta": 300.0},
+}
 OTHER_SPELLINGS = [
     # what a config says, and what says nearly the same and computes something else
+    ("llama", TWO_BASES, {"rope_scaling": None}),
     ("llama", {"rope_parameters": {"rope_theta": 500.0}}, {"rope_parameters": {"rope_theta": 5.0}}),
     ("llama", {"rope_parameters": None, "rope_theta": 500.0}, {"rope_theta": 5.0}),
     ("llama", {"attention_dropout": 0.25}, None),
@@ -370,16 +376,3 @@ def test_our_tokenizers_in_transformers(tokenizer, tmp_path):
     assert len(theirs) == tokenizer.vocab_size == model.vocab_size
     for token in theirs.all_special_ids:
         assert token < model.vocab_size
-
-
-def test_of_two_places_of_the_rotary_base_the_one_of_transformers_is_read(tmp_path):
-    both = {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-        "rope_scaling": {"rope_type": "default", "rope_theta": 300.0},
-    }
-    random_model("llama").save_pretrained(tmp_path)
-    change(tmp_path, **both)
-
-    expected = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
-    assert jgpt.load_hf(tmp_path).config.rotary_base == expected
-    assert expected == 300.0
