@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
 
 from jgpt.shapes.interpreter import Known
 from jgpt.shapes.reading import reads
-from jgpt.shapes.reading_rules import CALLS, RULES, SAME, named
 
 TIME = 5
 FEW = 1 << 20
@@ -211,30 +208,3 @@ def test_a_value_that_is_given_as_known_is_used() -> None:
 
     assert hull(masked, Known(mask)) == [[0, 2]]
     assert hull(masked, mask) == [[0, 4]]
-
-
-WITHOUT_RULE = named(
-    """
-    after_all all_gather all_to_all approx_top_k axis_index call cholesky create_token custom_lin
-    custom_linear_solve eig eigh empty2 eq_to eval_jaxpr get hessenberg householder_product
-    igamma_grad_a le_to lt_to lu pmax pmin polygamma polynomial ppermute psum qr ragged_all_to_all
-    random_gamma reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    reduce_xor regularized_incomplete_beta rng_bit_generator rng_uniform schur select_and_gather_add
-    select_and_scatter select_and_scatter_add svd swap threefry2x32 triangular_solve tridiagonal
-    tridiagonal_solve zeta
-    """
-)
-
-
-def test_each_primitive_of_jax_has_a_rule_or_is_known_to_have_none() -> None:
-    inside = {"cond", "scan", "while", "iota"}  # the interpreter's own
-    read = [*RULES, *SAME, *CALLS, *inside]
-    of_jax = {
-        found.name for found in vars(primitives).values() if isinstance(found, core.Primitive)
-    }
-
-    assert len(read) == len(set(read))
-    assert of_jax - set(read) <= set(WITHOUT_RULE), (
-        "decide what a new primitive's results depend on"
-    )
-    assert not set(WITHOUT_RULE) & set(read)
