@@ -237,22 +237,12 @@ def test_calls_of_one_shape_compile_two_programs(caplog):
             {"prompt": jnp.array([[3, VOCAB]])},
             "the prompt's token 17 at batch index 0, position 1 is outside the vocabulary of 17",
         ),
-        (
-            {"prompt": np.array([[3, 2**32]])},  # 0 as an int32
-            "the prompt's token 4294967296 at batch index 0, position 1 is outside the vocabulary",
-        ),
+        ({"prompt": np.array([[3, 2**32]])}, "the prompt's token 4294967296 at"),  # 0 as an int32
     ],
 )
 def test_a_bad_request_is_rejected_before_anything_is_drawn(model, options, message):
-    arguments = {
-        "prompt": PROMPT,
-        "max_new_tokens": 5,
-        "sampling": Sampling(),
-        "key": KEY,
-    } | options
-    full = np.full(arguments["prompt"].shape[0], arguments["prompt"].shape[1])
     with pytest.raises(ValueError, match=message):
-        stream(model, **{"lengths": full} | arguments)
+        generate(model, **{"prompt": PROMPT, "max_new_tokens": 5, "key": KEY} | options)
 
 
 def test_each_sampling_parameter_reaches_the_draw(windows):

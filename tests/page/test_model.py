@@ -77,15 +77,13 @@ def assert_same_record(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     if wanted["before"] is not None:
         assert found["before"].keys() == wanted["before"].keys()
         for key, numbers in wanted["before"].items():
-            np.testing.assert_allclose(found["before"][key], numbers, atol=2e-5)
+            assert_close(found["before"][key], numbers, key)
     if wanted["attention"] is not None:
         assert_close_values(found["attention"], wanted["attention"])
     if wanted["products"] is not None:
-        products = found["products"]
-        wanted_products = wanted["products"]
-        assert products["scale"] == pytest.approx(wanted_products["scale"])
-        assert_close_values(products["query"], wanted_products["query"])
-        assert_close_values(products["key"], wanted_products["key"])
+        assert found["products"]["scale"] == pytest.approx(wanted["products"]["scale"])
+        for key in ("query", "key"):
+            assert_close_values(found["products"][key], wanted["products"][key])
 
     for array, wanted_array in zip(found["arrays"], wanted["arrays"], strict=True):
         for key in ("name", "path", "dimensions", "sizes"):
@@ -102,30 +100,27 @@ def test_the_record_is_that_of_python(name):
     look = look_of(name)
     # a bigram model's block has one token
     tokens: list[int] = list(TOKENS[: look.model.block_size])
-    requests: list[dict[str, Any]] = [{"tokens": tokens, "prompt": 3}]
-    changes = [Changes()]
+    asked: list[tuple[dict[str, Any], Changes]] = [
+        ({"tokens": tokens, "prompt": 3}, Changes()),
+        ({"tokens": tokens[:1]}, Changes()),
+    ]
     if look.anatomy.blocks:
         scales = {"heads": [[0, 1, 0.0], [1, 2, 2.0]], "blocks": [[0, 0.5]]}
-        requests.append({"tokens": tokens, "changes": scales})
-        changes.append(Changes(heads={(0, 1): 0.0, (1, 2): 2.0}, blocks={0: 0.5}))
-        other = TOKENIZER.encode(OTHER).tolist()
-        patch = {"layer": 1, "position": 2, "tokens": other}
-        requests.append({"tokens": tokens, "changes": {"patch": patch}})
-        changes.append(Changes(patch=(1, 2, OTHER)))
-    requests.append({"tokens": tokens[:1]})
-    changes.append(Changes())
+        scaled = Changes(heads={(0, 1): 0.0, (1, 2): 2.0}, blocks={0: 0.5})
+        other = {"layer": 1, "position": 2, "tokens": TOKENIZER.encode(OTHER).tolist()}
+        asked.append(({"tokens": tokens, "changes": scales}, scaled))
+        patched = Changes(patch=(1, 2, OTHER))
+        asked.append(({"tokens": tokens, "changes": {"patch": other}}, patched))
 
-    records = records_of(name, *requests)
+    records = records_of(name, *(request for request, _ in asked))
 
-    for record, request, change in zip(records, requests, changes, strict=True):
+    for record, (request, change) in zip(records, asked, strict=True):
         assert "error" not in record, record
         prompt = request.get("prompt", len(request["tokens"]))
-        expected = record_of(look, request["tokens"], prompt, change)
-        assert_same_record(record, expected)
+        assert_same_record(record, record_of(look, request["tokens"], prompt, change))
     if look.anatomy.blocks:
-        of_scales = record_of(look, tokens, 3, changes[1])
         with pytest.raises(AssertionError):
-            assert_same_record(records[0], of_scales)
+            assert_same_record(records[0], record_of(look, tokens, 3, asked[2][1]))
 
 
 @needs_javascript
