@@ -18,36 +18,32 @@ from jgpt.shapes.proofs import prove
 from jgpt.shapes.trace import shape_trace
 
 
+@typed
+def gated(both: Float[Array, "time twice"]) -> Float[Array, "time features"]:
+    value, gate = jnp.split(both, 2, axis=-1)
+    return value * jax.nn.sigmoid(gate)
+
+
 class EquinoxGate(eqx.Module):
     expansion: eqx.nn.Linear
     embed_dim: int = eqx.field(static=True)
 
     @typed
-    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
-        value, gate = jnp.split(both, 2, axis=-1)
-        return value * jax.nn.sigmoid(gate)
-
-    @typed
     def __call__(
         self, x: Float[Array, "time {self.embed_dim}"]
     ) -> Float[Array, "time {self.embed_dim}"]:
-        return self.gated(jax.vmap(self.expansion)(x))
+        return gated(jax.vmap(self.expansion)(x))
 
 
 class LinenGate(linen.Module):
     embed_dim: int
-
-    @typed
-    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
-        value, gate = jnp.split(both, 2, axis=-1)
-        return value * jax.nn.sigmoid(gate)
 
     @linen.compact
     @typed
     def __call__(
         self, x: Float[Array, "time {self.embed_dim}"]
     ) -> Float[Array, "time {self.embed_dim}"]:
-        return self.gated(linen.Dense(2 * self.embed_dim)(x))
+        return gated(linen.Dense(2 * self.embed_dim)(x))
 
 
 X = jnp.ones((5, 6))

@@ -20,14 +20,11 @@ def draws(monkeypatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     compiled_draw = decoding._compiled_draw
 
-    def noted(weights, window, length, cache, start, count, key, sampling, **options):
+    def noted(weights, window, length, cache, *others, **options):
         large = [leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 3]
-        result = compiled_draw(
-            weights, window, length, cache, start, count, key, sampling, **options
-        )
+        result = compiled_draw(weights, window, length, cache, *others, **options)
         donated = [leaf.is_deleted() for leaf in large]
-        capacities = {leaf.shape[1] for leaf in large}
-        calls.append({"capacities": capacities, "donated": donated})
+        calls.append({"capacities": {leaf.shape[1] for leaf in large}, "donated": donated})
         return result
 
     monkeypatch.setattr(decoding, "_compiled_draw", noted)

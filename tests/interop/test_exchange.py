@@ -12,6 +12,7 @@ import pytest
 
 import jgpt
 from jgpt.data.encode import read_tokenizer
+from jgpt.files import read_json
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.directory import RunDirectory
@@ -22,10 +23,6 @@ from tests.interop.test_huggingface import assert_same_weights, random_model
 from tests.models import random_gpt
 
 TEXT = "abcdefghijklmnop\n" * 40
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jgpt
 from jgpt.nn.layers import apply_dropout
-from tests.models import compiled, normal, random_gpt
+from tests.models import compiled, normal, random_gpt, tokens_of
 
 RATE = 0.3
 PLAIN = jgpt.ModelConfig(embed_dim=6, num_heads=3, hidden_dim=13)
@@ -105,19 +105,9 @@ def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
 
 
 def test_training_drops_the_n_grams_of_whole_positions():
-    model = random_gpt(
-        "nanogpt",
-        vocab_size=17,
-        block_size=64,
-        num_layers=1,
-        num_heads=3,
-        embed_dim=6,
-        ngram_sizes=(2, 4),
-        ngram_rows=19,
-        ngram_dropout=RATE,
-    )
-    random = np.random.default_rng(2)
-    tokens = jnp.asarray(random.integers(17, size=(40, 64)))  # enough for a share to be seen
+    ngrams = {"ngram_sizes": (2, 4), "ngram_rows": 19, "ngram_dropout": RATE}
+    model = random_gpt("nanogpt", block_size=64, num_layers=1, **ngrams)
+    tokens = tokens_of(2, batch=40, time=64)  # enough for a share to be seen
     assert model.ngram_embedding is not None
     added = np.asarray(compiled(model.ngram_embedding, tokens))
     embedded = np.asarray(compiled(model.embed, tokens))

@@ -42,19 +42,8 @@ def assert_close_values(found: dict[str, Any], wanted: np.ndarray) -> None:
     np.testing.assert_allclose(values_of(found), wanted, rtol=0, atol=tolerance)
 
 
-EXACT = (
-    "name",
-    "vocab_size",
-    "block_size",
-    "window",
-    "prompt",
-    "tokens",
-    "candidates",
-    "next_ranks",
-    "blocks",
-    "layers",
-    "heads",
-)
+NUMBERS = ("vocab_size", "block_size", "window", "prompt", "tokens", "candidates", "next_ranks")
+EXACT = ("name", *NUMBERS, "blocks", "layers", "heads")
 
 
 def assert_close(found: Any, wanted: Any, key: str) -> None:

@@ -20,6 +20,7 @@ import jgpt
 from jgpt.interop.formats import HF_FORMATS
 from jgpt.interop.names import write_tensors
 from jgpt.nn.models import named_parameters
+from tests.interop.test_huggingface import change
 from tests.models import random_gpt, weights_of
 from tests.parity.ladder import TOLERANCE, errors
 from tests.quick import only
@@ -93,11 +94,6 @@ def read_back(directory) -> Any:
     model, notes = model
     assert not any(notes.values()), notes
     return model.eval()
-
-
-def change(directory, **fields):
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 @pytest.mark.parametrize("name", only(["qwen3, tied"], (*QUICK, "llama, wide heads")))
@@ -185,7 +181,7 @@ def test_gradients_and_greedy_tokens(name, tmp_path):
 def test_the_comparison_sees_what_jgpt_would_get_wrong(name, wrong, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path)
-    change(tmp_path, **wrong)
+    change(tmp_path / "config.json", **wrong)
 
     with pytest.raises(AssertionError, match="Not equal"):
         assert_same_logits(jgpt.load_hf(tmp_path), reference)
@@ -227,7 +223,7 @@ OTHER_SPELLINGS = [
 def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path):
     reference = random_model(name)
     reference.save_pretrained(tmp_path / "theirs")
-    change(tmp_path / "theirs", **fields)
+    change(tmp_path / "theirs" / "config.json", **fields)
     theirs = read_back(tmp_path / "theirs")
     model = jgpt.load_hf(tmp_path / "theirs")
     assert_same_logits(model, theirs)
@@ -239,7 +235,7 @@ def test_a_config_in_other_words_computes_the_same(name, fields, other, tmp_path
     }
     assert_same_logits(jgpt.load_hf(tmp_path / "ours"), read_back(tmp_path / "ours"))
     if other is not None:
-        change(tmp_path / "theirs", **other)
+        change(tmp_path / "theirs" / "config.json", **other)
         with pytest.raises(AssertionError, match="Not equal"):
             assert_same_logits(model, read_back(tmp_path / "theirs"))
 
