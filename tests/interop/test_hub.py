@@ -148,6 +148,8 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
 
         fetch("hub:me/tiny", "tiny")
         fetch("smollm2", "smollm2")
+        fetch("hub:me/moving", "moving")
+        fetch("hub:me/sharded", "sharded")
         for model, why in REFUSED.items():
             refuse(model, why)
         end()
@@ -161,15 +163,17 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
             assert not path.endswith((".py", ".bin", ".pkl"))
             if path.endswith(".safetensors"):
                 models_with_weights.add(path.split("/")[2])
-    assert models_with_weights == {"tiny", "SmolLM2-135M"}
+    assert models_with_weights == {"tiny", "SmolLM2-135M", "moving", "sharded"}
 
-    # what was fetched is what is loaded from the same files in a folder
-    shared = repositories["me/tiny"]
+    # what was fetched is what is loaded from the same files in a folder: shards come with their
+    # index, and weights are of the commit of the config, not of a later one
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / "gpt2" / name).write_bytes(shared[name])
-    model, tokenizer, _ = jgpt.load(tmp_path / "again")
-    assert_same_weights(model, jgpt.load_hf(tmp_path / "gpt2"))
-    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+        (tmp_path / "gpt2" / name).write_bytes(repositories["me/tiny"][name])
+    expected = jgpt.load_hf(tmp_path / "gpt2")
+    for name in ("again", "moving", "sharded"):
+        model, tokenizer, _ = jgpt.load(tmp_path / name)
+        assert_same_weights(model, expected)
+        assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
 def test_a_full_disk_is_no_lack_of_a_network(monkeypatch):
@@ -185,22 +189,3 @@ def test_a_folder_goes_before_a_short_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3").mkdir()
     assert find_model("qwen3") == Path("qwen3")
-
-
-@pytest.mark.slow
-def test_weights_are_of_the_config_s_commit_and_shards_come_with_their_index(
-    hub, repositories, tmp_path
-):
-    """One repository changes after its config was read: its new weights fit the old config."""
-    address, _, _ = hub
-    where = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
-    with typist(tmp_path, **where) as type_in:
-        for name in ("moving", "sharded"):
-            assert type_in("import", f"hub:me/{name}", "--out", name).code == 0
-    (tmp_path / "whole").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "whole" / name).write_bytes(repositories["me/moving"][name])
-    expected = jgpt.load_hf(tmp_path / "whole")
-    for name in ("moving", "sharded"):
-        model, _, _ = jgpt.load(tmp_path / name)
-        assert_same_weights(model, expected)
