@@ -49,11 +49,10 @@ MODULES = [
     jgpt.FeedForward(CONFIG, rngs=nnx.Rngs(0)),
     jgpt.Block(CONFIG, rngs=nnx.Rngs(0)),
 ]
-EVERY = pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
 X = normal(3, 2, 7, 6)
 
 
-@EVERY
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
 def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
     """After `train()` as before; without a rate, a key drops nothing."""
     plain = nnx.clone(module)
