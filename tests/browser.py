@@ -103,14 +103,10 @@ class Page:
         assert "exceptionDetails" not in said, said
         return said["result"].get("value")
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Move, press or release the mouse."""
-        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
     def click(self, x: float, y: float) -> None:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.mouse(kind, x, y)
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def type(self, text: str) -> None:
         """Press the keys of a text, where the focus is."""

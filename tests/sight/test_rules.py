@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jgpt.shapes.interpreter import Known
 from jgpt.shapes.reading import reads
 
 TIME = 5
@@ -21,9 +20,9 @@ OWN = [[t, t] for t in EACH]
 NONE = "none"
 
 
-def hull(program: Callable[..., Any], *others: Any) -> list[Any]:
+def hull(program: Callable[..., Any]) -> list[Any]:
     """Return for each element of a vector the first and the last position that it reads."""
-    found = reads(program, X, *others, of={0: ("t",)})
+    found = reads(program, X, of={0: ("t",)})
     firsts = found.first("t").reshape(-1)
     lasts = found.last("t").reshape(-1)
     return [
@@ -194,13 +193,3 @@ def test_the_first_and_the_last_position_are_found(name: str) -> None:
     program, expected = HULLS[name]
 
     assert hull(program) == expected
-
-
-def test_a_value_that_is_given_as_known_is_used() -> None:
-    mask = np.array([True, False, True, False, False])
-
-    def masked(x: Any, mask: Any) -> Any:
-        return jnp.where(mask, x, 0.0).sum()
-
-    assert hull(masked, Known(mask)) == [[0, 2]]
-    assert hull(masked, mask) == [[0, 4]]
