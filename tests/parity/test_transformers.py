@@ -296,16 +296,19 @@ DEFAULT_PRESET = {
 
 @pytest.mark.parametrize(
     ("family", "kind", "changes"),
-    [
-        ("nanogpt", "gpt2", {"norm_scale": False}),  # without biases: a function with zeros
-        ("gpt2", "gpt2", {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5}),
-        ("qwen3", "apertus", DEFAULT_PRESET),
-        ("qwen3", "qwen3", {"norm_epsilon": 1e-2, "norm_scale": False}),
-        ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
-        ("qwen3", "qwen3", {"attention_scale": 10**-0.5}),
-        ("qwen3", "llama", {"qk_norm": False, "qk_norm_scale": False, "zero_init": True}),
-        ("qwen3", "qwen3", {"dropout": 0.1}),
-    ],
+    only(
+        lambda case: case[1] != "qwen3",
+        [
+            ("nanogpt", "gpt2", {"norm_scale": False}),  # without biases: a function with zeros
+            ("gpt2", "gpt2", {"num_kv_heads": 3, "head_dim": 7, "attention_scale": 7**-0.5}),
+            ("qwen3", "apertus", DEFAULT_PRESET),
+            ("qwen3", "qwen3", {"norm_epsilon": 1e-2, "norm_scale": False}),
+            ("qwen3", "qwen3", {"num_kv_heads": None, "head_dim": None, "hidden_dim": None}),
+            ("qwen3", "qwen3", {"attention_scale": 10**-0.5}),
+            ("qwen3", "llama", {"qk_norm": False, "qk_norm_scale": False, "zero_init": True}),
+            ("qwen3", "qwen3", {"dropout": 0.1}),
+        ],
+    ),
     ids=str,
 )
 def test_a_model_of_ours_is_transformers_(family, kind, changes, tmp_path):

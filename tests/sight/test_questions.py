@@ -136,7 +136,7 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(tmp_path: Any, 
     (tmp_path / "peek.py").write_text(PEEK)
 
     assert worked("shapes", "tiny", "--causal", "--time", "3").startswith("proven for t = 3\n")
-    refuted = command("shapes", "peek.py:Peek", "--causal", cwd=tmp_path)
+    refuted = command("shapes", "peek.py:Peek", "--causal", "--time", "5", cwd=tmp_path)
     assert refuted.code == 1
     assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in refuted.stdout
 
