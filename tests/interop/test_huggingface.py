@@ -17,14 +17,11 @@ from jgpt.interop.formats import HF_FORMATS, hf_config, read_config
 from jgpt.interop.names import require_its_tokenizer, with_padding
 from jgpt.nn.models import abstract_model
 from jgpt.presets import PRESETS
-from tests.models import FAMILIES, SIZES, config_of, loud, random_gpt, to_torch, weights_of
-
-GPT2 = FAMILIES["gpt2"]
-CONFIG = jgpt.ModelConfig(**SIZES, **GPT2)
+from tests.models import config_of, loud, random_gpt, to_torch, weights_of
 
 
-def random_model(config=CONFIG, **changes):
-    return loud(abstract_model(dataclasses.replace(config, **changes)), size=0.3)
+def random_model(**changes):
+    return loud(abstract_model(config_of("gpt2", **changes)), size=0.3)
 
 
 @pytest.fixture

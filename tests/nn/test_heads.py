@@ -10,16 +10,11 @@ from jgpt.nn.cache import LayerCache
 from tests.models import attention, compiled, normal
 
 BATCH = 2
-PLACES = 8
 EMBED_DIM = 24
 HEADS = 6
 KV_HEADS = 2
 HEAD_DIM = 4
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
-
-
-def empty_cache(batch=BATCH, capacity=PLACES):
-    return LayerCache(batch, capacity, KV_HEADS, HEAD_DIM, dtype="float32")
 
 
 def close(found, expected):
@@ -59,7 +54,7 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
         expected = module(x)[0]
         expected_of_shorter = module(shorter)[0]
         seen.clear()
-        cache = empty_cache(capacity=capacity)
+        cache = LayerCache(BATCH, capacity, KV_HEADS, HEAD_DIM, dtype="float32")
         # the second row begins with one position that isn't read
         cache.length[...] = jnp.array([0, -1])
         both = x.at[1, 1:].set(shorter[0])
@@ -74,7 +69,7 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
 
 
 def test_a_full_cache_replaces_its_oldest_position():
-    cache = empty_cache(batch=1, capacity=3)
+    cache = LayerCache(1, 3, KV_HEADS, HEAD_DIM, dtype="float32")
 
     for place in range(5):
         key = jnp.full((1, KV_HEADS, 1, HEAD_DIM), float(place))
