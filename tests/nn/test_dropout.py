@@ -24,11 +24,6 @@ def share_deviation(count):
     return variance**0.5
 
 
-def small_gpt(**options):
-    config = jgpt.ModelConfig(num_heads=3, embed_dim=6, block_size=5, **options)
-    return jgpt.GPT(config, rngs=nnx.Rngs(0))
-
-
 def test_what_is_kept_is_scaled_and_the_rest_is_zero():
     x = jnp.full((200, 500), 2.0)
 
@@ -86,7 +81,8 @@ def test_evaluation_has_none_and_training_is_by_the_key_and_the_rate(module):
 
 @pytest.mark.parametrize(("dropout", "ngram_dropout"), [(RATE, 0.0), (0.0, RATE)])
 def test_so_it_is_of_a_model_and_inside_a_gradient(dropout, ngram_dropout):
-    model = small_gpt(num_layers=1, ngram_sizes=(2,), dropout=dropout, ngram_dropout=ngram_dropout)
+    rates = {"dropout": dropout, "ngram_dropout": ngram_dropout}
+    model = random_gpt("nanogpt", num_layers=1, ngram_sizes=(2,), **rates)
 
     def loss(model):
         logits = model(FIVE_TOKENS)
