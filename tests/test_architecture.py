@@ -125,6 +125,18 @@ def test_shapes_stand_alone():
     assert done.stdout.split() == sorted(["jgpt", "jgpt.shapes", *modules])
 
 
+def test_the_files_of_shapes_import_each_other_in_the_order_of_its_readme():
+    folder = PACKAGE / "shapes"
+    (order,) = re.findall(
+        r"^    describe < .*(?:\n    .*)*", (folder / "README.md").read_text(), re.M
+    )
+    names = re.findall(r"\w+", order)
+    assert sorted(names) == sorted(path.stem for path in folder.glob("[!_]*.py"))
+    for place, name in enumerate(names):
+        needed = {module.split(".")[2] for module in imports((folder / f"{name}.py").read_text())}
+        assert needed <= set(names[:place]), name
+
+
 def identifiers(source: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
