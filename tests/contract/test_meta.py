@@ -203,10 +203,7 @@ G = f"def g({X}) -> int: return 1"
 PLANTED = [
     (f"def f({X}) -> {X[3:]}: return x", "f is not checked: put @typed on it"),
     ("@typed\ndef f(x: Array) -> None: ...", "f: x has no shape"),
-    (
-        "@typed\ndef f(x: Float[Array, 'batch tmie']) -> None: ...",
-        "dimension 'tmie' is not in LEGEND",
-    ),
+    ("@typed\ndef f(x: Float[Array, 'batch tmie']) -> None: ...", "'tmie' is not in LEGEND"),
     (
         "class C(nnx.Module):\n    def __init__(self, x: int) -> None: pass",
         "C.__init__ is not checked",
@@ -215,26 +212,19 @@ PLANTED = [
 ]
 
 
-@pytest.fixture
-def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def plant(source: str):
-        package = tmp_path / "planted"
-        package.mkdir()
-        (package / "__init__.py").write_text("from planted.escape import *\n")
-        (package / "escape.py").write_text(
-            "import jax\nfrom flax import nnx\nfrom dataclasses import dataclass\n"
-            "from jaxtyping import Array, Float, Shaped\n"
-            f"from jgpt.shapes.contract import check, record, typed\n{source}\n"
-        )
-        monkeypatch.syspath_prepend(tmp_path)
-        for name in ("planted", "planted.escape"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module("planted")
-
-    return plant
-
-
 @pytest.mark.parametrize(("source", "message"), PLANTED)
-def test_an_escape_is_found(source: str, message: str, plant):
-    found = list(violations(plant(source), set(LEGEND)))
+def test_an_escape_is_found(source: str, message: str, tmp_path: Path, monkeypatch):
+    package = tmp_path / "planted"
+    package.mkdir()
+    (package / "__init__.py").write_text("from planted.escape import *\n")
+    (package / "escape.py").write_text(
+        "from flax import nnx\nfrom jaxtyping import Array, Float\n"
+        f"from jgpt.shapes.contract import typed\n{source}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("planted", "planted.escape"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    found = list(violations(importlib.import_module("planted"), set(LEGEND)))
+
     assert any(message in each.removeprefix("planted.escape.") for each in found), found

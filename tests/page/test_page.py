@@ -208,7 +208,7 @@ new Promise((done) => {
         (
             "'none'; worker-src blob:",
             "'none'; worker-src 'none'",
-            "Content-Security-Policy must have",
+            "Content-Security-Policy",
         ),
         ('"data":"H4sI', '"data":"AAAA', "is damaged"),
     ],
