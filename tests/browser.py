@@ -1,7 +1,4 @@
-"""A page in headless Chromium, driven over the DevTools protocol through a pair of pipes.
-
-python -m tests.browser look.html picture.png 1280 dark
-"""
+"""A page in headless Chromium, driven over the DevTools protocol through a pair of pipes."""
 
 import atexit
 import base64
@@ -13,7 +10,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -107,24 +103,10 @@ class Page:
         assert "exceptionDetails" not in said, said
         return said["result"].get("value")
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Move, press or release the mouse."""
-        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
     def click(self, x: float, y: float) -> None:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.mouse(kind, x, y)
-
-    def tap(self, x: float, y: float) -> None:
-        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-
-    def press(self, key: str) -> None:
-        """Press a key by its name."""
-        code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}[key]
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def type(self, text: str) -> None:
         """Press the keys of a text, where the focus is."""
@@ -190,11 +172,3 @@ def shared_browser() -> Page:
     started = contextlib.ExitStack()
     atexit.register(started.close)
     return started.enter_context(browser())
-
-
-if __name__ == "__main__":
-    source, picture, wide, scheme = sys.argv[1:]
-    with browser() as shown:
-        shown.open(Path(source), int(wide), scheme)
-        Path(picture).write_bytes(shown.screenshot())
-        print("\n".join(shown.errors), shown.requests)

@@ -5,9 +5,8 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +29,11 @@ needs_javascript = pytest.mark.skipif(
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """A program with its arguments; those under `fixed` are given as weights."""
+class Call(NamedTuple):
+    """A program with its arguments."""
 
     program: Program
     arguments: tuple[Any, ...]
-    fixed: Sequence[str] = field(default=())
 
 
 def run_programs(calls: Sequence[Call], interpreter: Path = INTERPRETER) -> list[dict[str, Any]]:
@@ -50,16 +47,12 @@ def _cases_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
     cases = []
     for call in calls:
         leaves = jax.tree.leaves(call.arguments)
-        weights = {}
         inputs = {}
         for (path, number), leaf in zip(call.program.inputs.items(), leaves, strict=True):
             dtype, shape = call.program.types[number]
-            given = inputs
-            if path.startswith(tuple(call.fixed)):
-                given = weights
             array = np.asarray(leaf).astype(jnp.dtype(dtype))  # a Python integer has 64 bits
-            given[path] = (dtype, shape, encoded(array))
-        cases.append({"program": call.program.as_data(), "weights": weights, "inputs": inputs})
+            inputs[path] = (dtype, shape, encoded(array))
+        cases.append({"program": call.program.as_data(), "inputs": inputs})
     return cases
 
 

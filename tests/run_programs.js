@@ -20,8 +20,8 @@ function arraysOf(encoded) {
 }
 
 function runCases(cases) {
-  return cases.map(({program, weights, inputs}) => {
-    const machine = interpreter.load(program, arraysOf(weights));
+  return cases.map(({program, inputs}) => {
+    const machine = interpreter.load(program, {});
     const given = arraysOf(inputs);
     // Twice, since the second run has the buffers of the first.
     machine.run(given);

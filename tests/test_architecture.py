@@ -26,30 +26,6 @@ LAYERS = (
 )
 """From the bottom up. Inside a folder and inside the first layer, only cycles are forbidden."""
 MAY_IMPORT_EACH_OTHER = LAYERS[0]
-SHAPES = (
-    "describe",
-    "matching",
-    "calls",
-    "contract",
-    "changes",
-    "nnx_edits",
-    "edits",
-    "trace",
-    "expressions",
-    "sizes",
-    "answers",
-    "jaxprs",
-    "abstract",
-    "reading_rules",
-    "interpreter",
-    "reading_paths",
-    "reading",
-    "sight",
-    "proofs",
-    "values",
-    "source",
-)
-"""The files of the shape contract, in the order in which they may import each other."""
 
 
 def imports(source: str) -> set[str]:
@@ -138,7 +114,7 @@ def test_the_layers_hold():
 
 def test_shapes_stand_alone():
     """The shape contract can be used, and lifted out, without the rest of the package."""
-    modules = [f"jgpt.shapes.{name}" for name in SHAPES]
+    modules = [f"jgpt.shapes.{path.stem}" for path in (PACKAGE / "shapes").glob("[!_]*.py")]
     loaded = (
         f"import sys, {', '.join(modules)}; "
         "print(*sorted(name for name in sys.modules if name.startswith('jgpt')))"
@@ -149,14 +125,16 @@ def test_shapes_stand_alone():
     assert done.stdout.split() == sorted(["jgpt", "jgpt.shapes", *modules])
 
 
-def test_the_shape_contract_is_in_this_order():
-    """A file of it imports from those before it; nothing of the first four needs what follows."""
-    files = [path.stem for path in (PACKAGE / "shapes").glob("[!_]*.py")]
-    assert sorted(files) == sorted(SHAPES)
-    for place, name in enumerate(SHAPES):
-        source = (PACKAGE / "shapes" / f"{name}.py").read_text()
-        needed = {module.split(".")[2] for module in imports(source)}
-        assert needed <= set(SHAPES[:place]), name
+def test_the_files_of_shapes_import_each_other_in_the_order_of_its_readme():
+    folder = PACKAGE / "shapes"
+    (order,) = re.findall(
+        r"^    describe < .*(?:\n    .*)*", (folder / "README.md").read_text(), re.M
+    )
+    names = re.findall(r"\w+", order)
+    assert sorted(names) == sorted(path.stem for path in folder.glob("[!_]*.py"))
+    for place, name in enumerate(names):
+        needed = {module.split(".")[2] for module in imports((folder / f"{name}.py").read_text())}
+        assert needed <= set(names[:place]), name
 
 
 def identifiers(source: str) -> set[str]:

@@ -1,7 +1,7 @@
 """The shape contract beside models of Equinox and Flax Linen: errors, trees, watching, proofs."""
 
+import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -18,71 +18,51 @@ from jgpt.shapes.proofs import prove
 from jgpt.shapes.trace import shape_trace
 
 
+@typed
+def gated(both: Float[Array, "time twice"]) -> Float[Array, "time features"]:
+    value, gate = jnp.split(both, 2, axis=-1)
+    return value * jax.nn.sigmoid(gate)
+
+
 class EquinoxGate(eqx.Module):
     expansion: eqx.nn.Linear
     embed_dim: int = eqx.field(static=True)
 
     @typed
-    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
-        value, gate = jnp.split(both, 2, axis=-1)
-        return value * jax.nn.sigmoid(gate)
-
-    @typed
     def __call__(
         self, x: Float[Array, "time {self.embed_dim}"]
     ) -> Float[Array, "time {self.embed_dim}"]:
-        return self.gated(jax.vmap(self.expansion)(x))
+        return gated(jax.vmap(self.expansion)(x))
 
 
 class LinenGate(linen.Module):
     embed_dim: int
-
-    @typed
-    def gated(self, both: Float[Array, "time 2*{self.embed_dim}"]) -> Float[Array, "time features"]:
-        value, gate = jnp.split(both, 2, axis=-1)
-        return value * jax.nn.sigmoid(gate)
 
     @linen.compact
     @typed
     def __call__(
         self, x: Float[Array, "time {self.embed_dim}"]
     ) -> Float[Array, "time {self.embed_dim}"]:
-        return self.gated(linen.Dense(2 * self.embed_dim)(x))
+        return gated(linen.Dense(2 * self.embed_dim)(x))
 
 
 X = jnp.ones((5, 6))
 
 
-def equinox_gate() -> Callable[..., Any]:
-    return EquinoxGate(eqx.nn.Linear(6, 12, key=jax.random.key(0)), 6)
-
-
-def linen_gate() -> Callable[..., Any]:
-    module = LinenGate(6)
-    variables = module.init(jax.random.key(0), X)
-
-    def apply(x: Array) -> Any:
-        return module.apply(variables, x)
-
-    return apply
-
-
-MODELS = {"EquinoxGate": equinox_gate, "LinenGate": linen_gate}
+LINEN = LinenGate(6)
+MODELS: dict[str, Any] = {
+    "EquinoxGate": EquinoxGate(eqx.nn.Linear(6, 12, key=jax.random.key(0)), 6),
+    "LinenGate": functools.partial(LINEN.apply, LINEN.init(jax.random.key(0), X)),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_another_library_is_checked_watched_captured_drawn_and_proven(name: str):
-    model = MODELS[name]()
+    model = MODELS[name]
     assert model(X).shape == (5, 6)
 
-    with pytest.raises(TypeCheckError) as caught:
+    with pytest.raises(TypeCheckError, match=rf"{name}.__call__\(\) got a wrong argument `x`\."):
         model(jnp.ones((5, 7)))
-    assert str(caught.value) == (
-        f"{__name__}.{name}.__call__() got a wrong argument `x`.\n"
-        'Expected: Float[Array, "time {self.embed_dim}"] with {self.embed_dim}=6\n'
-        "Got: float32[5,7]\n"
-        "Reason: the dimension size 7 does not equal the existing value of {self.embed_dim}=6."
-    )
 
     calls: list[TypedCall] = []
     with watching(calls.append):

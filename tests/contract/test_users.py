@@ -1,10 +1,7 @@
+# pyright: reportUnnecessaryTypeIgnoreComment=true
 """What users get of the contract: their own modules, their editor, their type checker."""
 
 import dataclasses
-import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,8 +12,8 @@ from jaxtyping import Array, Float, TypeCheckError
 
 import jgpt
 from jgpt.shapes.contract import record
+from jgpt.user_code import load_code
 
-ROOT = Path(jgpt.__file__).parents[1]
 THEIRS = '''
 import jax.numpy as jnp
 from flax import nnx
@@ -51,12 +48,7 @@ def gate(request: pytest.FixtureRequest, tmp_path: Path) -> nnx.Module:
     """An instance of a module written outside of jgpt."""
     path = tmp_path / "theirs.py"
     path.write_text(request.param + THEIRS)
-    spec = importlib.util.spec_from_file_location("theirs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Gate(6, rngs=nnx.Rngs(0))
+    return load_code(f"{path}:Gate")(6, rngs=nnx.Rngs(0))
 
 
 def test_a_module_of_theirs_is_checked(gate):
@@ -66,68 +58,25 @@ def test_a_module_of_theirs_is_checked(gate):
         return str(caught.value)
 
     assert gate(jnp.ones((2, 3, 6))).shape == (2, 3, 6)
-    assert refusal(2, 3, 5) == (
-        "theirs.Gate.__call__() got a wrong argument `x`.\n"
-        'Expected: Float[Array, "batch time {self.embed_dim}"] with {self.embed_dim}=6\n'
-        "Got: float32[2,3,5]\n"
-        "Reason: the dimension size 5 does not equal the existing value of {self.embed_dim}=6."
-    )
+    assert "Gate.__call__() got a wrong argument `x`." in refusal(2, 3, 5)
     gate.axis = 1
-    assert refusal(2, 4, 6).startswith("theirs.Gate.__call__() returned a wrong result.")
+    assert "Gate.__call__() returned a wrong result." in refusal(2, 4, 6)
     gate.expansion = nnx.Linear(6, 11, rngs=nnx.Rngs(0))
-    assert refusal(2, 3, 6) == (
-        "theirs.Gate.__call__() computed a wrong intermediate.\n"
-        'Expected: Float[Array, "batch time 2*{self.embed_dim}"] with batch=2, time=3, '
-        "{self.embed_dim}=6\n"
-        "Got: float32[2,3,11]\n"
-        "Reason: the dimension size 11 does not equal the existing value of 2*{self.embed_dim}=12."
-    )
+    intermediate = refusal(2, 3, 6)
+    assert "Gate.__call__() computed a wrong intermediate." in intermediate
+    assert "with batch=2, time=3, {self.embed_dim}=6\nGot: float32[2,3,11]" in intermediate
 
 
-WRONG_CALLS = """
-import jax
-import jgpt
-from flax import nnx
-
-rngs = nnx.Rngs(0)
-head = jgpt.Head(10, 4, rngs=rngs)
-jgpt.Head(10, "4", rngs=rngs)
-jgpt.Head(10, rngs=rngs)
-jgpt.Head(10, 4, rngs=rngs, heads=2)
-jgpt.Head(10, 4)
-head([1.0])
-total: str = head(jax.numpy.ones((1, 2, 10)))
-"""
-
-
-@pytest.mark.slow
-def test_pyright_sees_wrong_calls(tmp_path: Path):
-    file = tmp_path / "calls.py"
-    file.write_text(WRONG_CALLS)
-    settings = {
-        "include": [str(file)],
-        "extraPaths": [str(ROOT)],
-        "typeCheckingMode": "standard",
-        "reportMissingImports": True,
-    }
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    run = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    found = json.loads(run.stdout)["generalDiagnostics"]
-    by_line = {each["range"]["start"]["line"] + 1: each["rule"] for each in found}
-
-    assert by_line == {
-        8: "reportArgumentType",
-        9: "reportCallIssue",
-        10: "reportCallIssue",
-        11: "reportCallIssue",
-        12: "reportArgumentType",
-        13: "reportAssignmentType",
-    }
+def wrong_calls(rngs: nnx.Rngs) -> None:
+    """`make lint` fails if pyright doesn't see one: the comment beside it is needless then."""
+    head = jgpt.Head(10, 4, rngs=rngs)
+    jgpt.Head(10, "4", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    jgpt.Head(10, rngs=rngs)  # pyright: ignore[reportCallIssue]
+    jgpt.Head(10, 4, rngs=rngs, heads=2)  # pyright: ignore[reportCallIssue]
+    jgpt.Head(10, 4)  # pyright: ignore[reportCallIssue]
+    head([1.0])  # pyright: ignore[reportArgumentType]
+    total: str = head(jnp.ones((1, 2, 10)))  # pyright: ignore[reportAssignmentType]
+    print(total)
 
 
 def test_a_record_of_theirs_is_a_tree_for_jax():

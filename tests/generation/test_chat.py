@@ -70,7 +70,7 @@ def asked(monkeypatch) -> list[dict]:
         calls.append(
             {"tokens": prompt[0].tolist(), "limit": limit, "sampling": sampling, **options}
         )
-        yield ("<think>hm\n</think>\n\nhel",)
+        yield ("hm\n</think>\n\nhel",)  # the prompt has opened the reasoning
         yield ("lo",)
 
     monkeypatch.setattr("jgpt.generation.chat.stream_continuations", canned)
@@ -92,7 +92,7 @@ def test_the_tokens_are_those_of_the_template(asked):
     first = f"{START}system\nBe brief.{END}\n{START}user\n\n what is it?{END}\n{START}assistant\n"
     second = f"{first}hello{END}\n{START}user\nwhy{END}\n{START}assistant\n"
 
-    assert said(chat, "\n what is it?") == (0, "<think>hm\n</think>\n\nhello")
+    assert said(chat, "\n what is it?") == (0, "hm\n</think>\n\nhello")
     said(chat, "why")
     said(make(most=500), "it")
 
@@ -181,21 +181,3 @@ def test_an_answer_ends_with_its_turn():
 def test_other_tokenizers_are_rejected(tokenizer):
     with pytest.raises(ValueError, match=r"lacks <\|im_start\|> and <\|im_end\|>"):
         Chat(Model(), tokenizer)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("answer", "remembered"),
-    [
-        ("<think>hm</think>\n\nhello", "hello"),
-        ("hm\n</think>\n\nhello", "hello"),  # the prompt has opened the reasoning
-    ],
-)
-def test_reasoning_is_forgotten_and_nothing_else(answer, remembered, monkeypatch):
-    def answer_at_once(*_, **options):
-        yield (answer,)
-
-    monkeypatch.setattr("jgpt.generation.chat.stream_continuations", answer_at_once)
-    chat = make()
-
-    assert said(chat, "it") == (0, answer)
-    assert chat._turns[-1] == chat._pieces("assistant", remembered)

@@ -105,11 +105,9 @@ def test_each_of_many_tokens_is_drawn_as_often_as_it_should():
     [
         ({"temperature": -0.1}, "`temperature=-0.1` must be 0 or more"),
         ({"temperature": float("nan")}, "`temperature=nan` must be 0 or more"),
-        ({"temperature": float("inf")}, "`temperature=inf` must be 0 or more"),
         ({"top_k": 0}, "`top_k=0` must be at least 1"),
         ({"top_p": 0.0}, r"`top_p=0.0` must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"`top_p=1.1` must be in \(0, 1\]"),
-        ({"top_p": float("nan")}, r"`top_p=nan` must be in \(0, 1\]"),
         ({"min_p": -0.1}, r"`min_p=-0.1` must be in \[0, 1\]"),
         ({"min_p": 1.5}, r"`min_p=1.5` must be in \[0, 1\]"),
     ],

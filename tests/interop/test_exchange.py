@@ -12,22 +12,17 @@ import pytest
 
 import jgpt
 from jgpt.data.encode import read_tokenizer
+from jgpt.files import read_json
 from jgpt.interop.nanogpt import load_nanogpt
 from jgpt.interop.text_files import read_folder_tokenizer
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.evaluate import evaluate
 from jgpt.runs.load import load
 from tests.commands import jgpt as command
 from tests.commands import refused, worked
 from tests.interop.test_huggingface import assert_same_weights, random_model
-from tests.models import random_gpt, to_torch, weights_of
-from tests.quick import only
+from tests.models import random_gpt
 
 TEXT = "abcdefghijklmnop\n" * 40
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +59,6 @@ def imported(gpt2, text_file):
     return run
 
 
-@pytest.mark.slow
-def test_an_imported_run_is_trained_further(imported, gpt2, tmp_path):
-    run = shutil.copytree(imported, tmp_path / "run")
-
-    model, tokenizer, config = load(run)
-    assert_same_weights(model, jgpt.load_hf(gpt2))
-    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
-    assert config.optimizer.learning_rate == config.optimizer.min_learning_rate == 3e-5
-
-    loss_as_imported = evaluate(run).loss
-    worked("train", "--resume", "--out", run, "--steps", 3, "--sample-tokens", 0)
-
-    # three steps at such a rate change little
-    (evaluation,) = [line for line in RunDirectory(run).metrics() if "validation_loss" in line]
-    assert evaluation["validation_loss"] == pytest.approx(loss_as_imported, rel=0.01)
-    assert evaluation["validation_loss"] < loss_as_imported
-
-
 def test_an_imported_run_keeps_its_tokenizer(imported):
     """With another one, each embedding would be that of another text."""
     resume = ("train", "--resume", "--out", imported, "--steps", 1)
@@ -92,31 +69,10 @@ def test_an_imported_run_keeps_its_tokenizer(imported):
     worked(*resume, "--tokenizer", "bpe", "--dry-run")
 
 
-@pytest.mark.slow
-def test_export_gives_back_what_was_imported(imported, gpt2, tmp_path):
-    said = worked("export", imported, "--out", tmp_path / "again")
-    assert "transformers.AutoModelForCausalLM.from_pretrained" in said
-    names = sorted(path.name for path in gpt2.iterdir())
-    assert names == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    for name in names:
-        before = (gpt2 / name).read_bytes()
-        after = (tmp_path / "again" / name).read_bytes()
-        if name == "config.json":  # whose fields may be in another order
-            before = json.loads(before)
-            after = json.loads(after)
-        assert before == after, name
-
-
-@pytest.mark.parametrize("bias", only([True], [False, True]))
-def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
+def test_nanogpt_in_and_gpt2_out(write_nanogpt, text_file, tmp_path):
     """Both loaders and both writers have tests of what they compute."""
     checkpoint = tmp_path / "ckpt.pt"
-    write_nanogpt(checkpoint, bias=bias)
+    write_nanogpt(checkpoint, bias=True)
     run = tmp_path / "run"
     out = tmp_path / "gpt2"
     text = tmp_path / "text.txt"
@@ -135,14 +91,7 @@ def test_nanogpt_in_and_gpt2_out(bias, write_nanogpt, text_file, tmp_path):
     said = worked("export", run, "--out", out)
     assert said == f"wrote {out}, for transformers.AutoModelForCausalLM.from_pretrained\n"
     assert read_tokenizer(out / "tokenizer.json").decode(range(17)) == "\nabcdefghijklmnop"
-    original = to_torch(weights_of(model))
-    exported = to_torch(weights_of(jgpt.load_hf(out)))
-    assert set(original) <= set(exported)
-    for name, array in exported.items():
-        if name in original:
-            assert np.array_equal(array, original[name]), name
-        else:
-            assert not array.any(), name  # a bias that the model lacks
+    assert_same_weights(jgpt.load_hf(out), model)
 
 
 def test_a_run_and_an_export_are_named_after_what_they_are_made_of(gpt2, tmp_path):
@@ -154,15 +103,6 @@ def test_a_run_and_an_export_are_named_after_what_they_are_made_of(gpt2, tmp_pat
 
     assert "runs/gpt2 already exists" in refused("import", gpt2, cwd=tmp_path)
     assert "exports/gpt2 already exists" in refused("export", "runs/gpt2", cwd=tmp_path)
-
-
-def test_a_runs_tokenizer_json_is_a_tokenizer(gpt2, imported, tmp_path):
-    run = tmp_path / "run"
-    tokenizer_file = imported / "tokenizer.json"
-
-    worked("import", gpt2, "--out", run, "--tokenizer", tokenizer_file)
-
-    assert (run / "tokenizer.json").read_text() == tokenizer_file.read_text()
 
 
 def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt, tmp_path):
@@ -204,7 +144,8 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     for name, data in kept.items():
         (source / name).write_bytes(data)
     config = read_json(source / "config.json")
-    added = {"pad_token_id": 4, "temperature": 0.5, "n_ctx": 3}
+    rates = {"attn_pdrop": 0.25, "resid_pdrop": 0.5, "embd_pdrop": 0.125}
+    added = {"pad_token_id": 4, "temperature": 0.5, "n_ctx": 3, **rates}
     (source / "config.json").write_text(json.dumps({**config, **added}))
     out = tmp_path / "out"
 
@@ -214,28 +155,13 @@ def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     for name, data in kept.items():
         assert (out / name).read_bytes() == data, name
     # n_ctx is a size of the model, which its block size decides
-    expected = {**config, "pad_token_id": 4, "temperature": 0.5, "n_ctx": 11}
-    assert read_json(out / "config.json") == expected
+    assert read_json(out / "config.json") == {**config, **added, "n_ctx": 11}
+    _, _, run_config = load(run)
+    assert run_config.model.dropout == 0.125  # the lowest rate
 
     tiny = ("train", "tiny", "--data", text_file, "--steps", 1, "--sample-tokens", 0)
     worked(*tiny, "--out", run, "--overwrite")
     assert not (run / "imported").exists()
-
-
-@pytest.mark.slow
-def test_of_several_dropout_rates_the_lowest_is_trained_with(gpt2, text_file, tmp_path):
-    source = shutil.copytree(gpt2, tmp_path / "source")
-    run = tmp_path / "run"
-    rates = {"attn_pdrop": 0.25, "resid_pdrop": 0.5, "embd_pdrop": 0.125}
-    config = {**read_json(source / "config.json"), **rates}
-    (source / "config.json").write_text(json.dumps(config))
-
-    worked("import", source, "--out", run, "--data", text_file)
-    worked("export", run, "--out", tmp_path / "out")
-
-    _, _, run_config = load(run)
-    assert run_config.model.dropout == 0.125
-    assert read_json(tmp_path / "out" / "config.json") == config
 
 
 @pytest.mark.parametrize("name", ["import", "export"])
@@ -257,14 +183,6 @@ def test_an_interruption_leaves_nothing_of_what_was_written(
 
     assert (done.code, done.stdout, done.stderr) == (130, "", "")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_damaged_file_about_text_is_named(imported, tmp_path):
-    run = shutil.copytree(imported, tmp_path / "run")
-    (run / "imported" / "config.json").write_text('{"model_type": "gpt2"}')
-    said = refused("export", run, "--out", tmp_path / "out")
-    assert "it has no vocab_size" in said
-    assert not (tmp_path / "out").exists()
 
 
 def test_tokens_that_other_files_add(gpt2, tmp_path):
@@ -294,26 +212,6 @@ def test_tokens_that_other_files_add(gpt2, tmp_path):
         read_folder_tokenizer(folder, 264)
 
 
-@pytest.mark.slow
-def test_the_checkpoint_that_is_asked_for_is_exported(imported, tmp_path):
-    run = shutil.copytree(imported, tmp_path / "run")
-    worked("train", "--resume", "--out", run, "--steps", 1, "--sample-tokens", 0)
-
-    tables = {}
-    for which in (0, 1, "last"):
-        out = tmp_path / f"{which}"
-        worked("export", run, "--out", out, "--checkpoint", which)
-        exported = jgpt.load_hf(out)
-        saved, _, _ = load(run, which=which)
-        assert_same_weights(exported, saved)
-        tables[which] = exported.token_embedding.embedding[...]
-
-    assert (tables[1] == tables["last"]).all()
-    assert (tables[0] != tables[1]).any()
-    said = refused("export", run, "--out", tmp_path / "7", "--checkpoint", 7)
-    assert "has no checkpoint 7: it has 0, 1" in said
-
-
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     """A directory of a small Qwen3, with a vocabulary that is padded to 320."""
@@ -322,23 +220,6 @@ def qwen3(tmp_path_factory):
     model = random_gpt("qwen3", vocab_size=320)
     jgpt.save_hf(model, directory, tokenizer=tokenizer)
     return directory
-
-
-@pytest.mark.slow
-def test_what_came_in_goes_out_with_the_padding_of_its_vocabulary(qwen3, tmp_path):
-    run = tmp_path / "run"
-    out = tmp_path / "again"
-    said = worked("import", qwen3, "--out", run)
-    assert said == f"2 layers, 24 features, vocabulary 320; next: jgpt sample {run}\n"
-    worked("export", run, "--out", out)
-
-    exported = read_json(out / "config.json")
-    assert exported == read_json(qwen3 / "config.json")
-    assert exported["vocab_size"] == 320
-    assert_same_weights(jgpt.load_hf(out), jgpt.load_hf(qwen3))
-    _, tokenizer, config = load(run)
-    assert tokenizer.vocab_size == 320
-    assert config.model.vocab_size == 320
 
 
 def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
@@ -360,15 +241,6 @@ def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
     elsewhere = ("--tokenizer", tmp_path / "folder" / "tokenizer.json")
     said = refused("import", tmp_path / "folder", "--out", tmp_path / "third", *elsewhere)
     assert "has 263 tokens and the model" in said
-
-
-def test_a_context_of_millions_is_imported(qwen3, tmp_path):
-    run = tmp_path / "run"
-
-    worked("import", qwen3, "--out", run, "--block-size", 10_000_000)
-
-    _, _, config = load(run)
-    assert config.model.block_size == 10_000_000
 
 
 def loss_of(model, text):
@@ -423,6 +295,7 @@ def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     assert config.model == jgpt.load_hf(gpt2).config
     assert config.optimizer.schedule == "constant"
+    assert config.optimizer.learning_rate == config.optimizer.min_learning_rate == 3e-5
     options = {"key": jax.random.key(3), "stop": "x", "top_k": 9}
     continuation = jgpt.generate_text(model, tokenizer, "the cat", 5, **options)
     assert continuation != ""
@@ -430,45 +303,23 @@ def test_a_folder_is_loaded_with_its_tokenizer_and_a_config_to_fine_tune_it(gpt2
     assert pretrained.generate("the cat", 5, **options) == continuation
 
 
-def test_a_pretrained_model_and_its_tokenizer_have_one_vocabulary(tmp_path):
+def test_a_pretrained_model_has_its_tokenizers_vocabulary_and_a_block_size_of_millions(qwen3):
     """A model is often padded to a multiple of 64 rows, which its tokenizer has no tokens for."""
-    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
-    jgpt.save_hf(random_model(vocab_size=320), tmp_path / "padded", tokenizer=tokenizer)
-
-    pretrained = jgpt.load_pretrained(tmp_path / "padded")
+    pretrained = jgpt.load_pretrained(qwen3, block_size=10_000_000)
 
     assert pretrained.model.vocab_size == 320
     assert pretrained.tokenizer.vocab_size == 320
-    assert pretrained.tokenizer.decode([262, 319]) == tokenizer.decode([262])
+    assert pretrained.tokenizer.decode([262, 319]) == pretrained.tokenizer.decode([262])
+    assert pretrained.model.block_size == 10_000_000
+    assert pretrained.config.model.block_size == 10_000_000
 
 
 def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path):
-    jgpt.save_hf(random_model(), tmp_path / "bare")
-
+    bare = tmp_path / "bare"
+    jgpt.save_hf(random_model(), bare)
     with pytest.raises(FileNotFoundError, match=r"bare has no tokenizer\.json"):
-        jgpt.load_pretrained(tmp_path / "bare")
+        jgpt.load_pretrained(bare)
 
-
-@pytest.mark.parametrize(
-    ("name", "others"), [("tokenizer.json", []), ("merges.txt", ["vocab.json"])], ids=str
-)
-def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(name, others, tmp_path):
-    jgpt.save_hf(random_model(), tmp_path / "bare")
-    for other in others:
-        (tmp_path / "bare" / other).write_text("{}")
-    (tmp_path / "bare" / name).write_text("version https://git-lfs.github.com/spec/v1\n")
-
-    with pytest.raises(ValueError, match=f"{name}: it is a pointer of Git LFS"):
-        jgpt.load_pretrained(tmp_path / "bare")
-
-
-def test_a_block_size_reaches_a_pretrained_model(tmp_path):
-    tokenizer = jgpt.BPETokenizer.train([TEXT], 263)
-    llama = {"positions": "rotary", "norm": "rms", "gated": True, "activation": "silu"}
-    model = random_model(**llama, vocab_size=263, embed_dim=24, use_bias=False, qkv_bias=False)
-    jgpt.save_hf(model, tmp_path / "llama", tokenizer=tokenizer)
-
-    pretrained = jgpt.load_pretrained(tmp_path / "llama", block_size=5)
-
-    assert pretrained.model.block_size == 5
-    assert pretrained.config.model.block_size == 5
+    (bare / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: it is a pointer of Git LFS"):
+        jgpt.load_pretrained(bare)

@@ -7,15 +7,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
 import jgpt
 from jgpt.interop.hub import HUB, find_model
-from jgpt.nn.models import weights_of
 from tests.commands import typist
+from tests.interop.test_huggingface import assert_same_weights, in_two_shards
 from tests.models import random_gpt
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -27,25 +26,6 @@ CODE = b"raise SystemExit('this is never read')"
 def changed(weights: bytes) -> bytes:
     """Weights of the same shapes."""
     return save({name: np.zeros_like(array) for name, array in load(weights).items()})
-
-
-def in_two_shards(weights: bytes) -> dict[str, bytes]:
-    """The files of a model that is too large for one."""
-    arrays = load(weights)
-    names = sorted(arrays)
-    shards = {
-        "model-00001-of-00002.safetensors": names[:9],
-        "model-00002-of-00002.safetensors": names[9:],
-    }
-    files = {}
-    shard_of = {}
-    for shard, names_in_shard in shards.items():
-        files[shard] = save({name: arrays[name] for name in names_in_shard})
-        for name in names_in_shard:
-            shard_of[name] = shard
-    index = json.dumps({"weight_map": shard_of})
-    files["model.safetensors.index.json"] = index.encode()
-    return files
 
 
 @pytest.fixture(scope="module")
@@ -138,25 +118,15 @@ def digest(data: bytes) -> str:
 
 
 REFUSED = {
-    "hub:me/pickles": "me/pickles has no model.safetensors: other formats can run code when they "
-    "are read, and are never fetched",
-    "hub:me/code": "me/code needs code of its own, by auto_map in config.json: code is never "
-    "fetched or run",
-    "hub:me/tokens": "me/tokens needs code of its own, by auto_map in tokenizer_config.json: code "
-    "is never fetched or run",
-    "hub:me/broken": "me/broken/config.json: Expecting property name enclosed in double quotes: "
-    "line 1 column 2 (char 1)",
-    "hub:me/nobody": "the hub has no public model me/nobody: check the name",
-    "hub:me/gated": "me/gated is gated: accept its terms at https://huggingface.co/me/gated, then "
-    "run: hf auth login",
+    "hub:me/pickles": "me/pickles has no model.safetensors: other formats can run code",
+    "hub:me/code": "me/code needs code of its own, by auto_map in config.json",
+    "hub:me/tokens": "me/tokens needs code of its own, by auto_map in tokenizer_config.json",
+    "hub:me/broken": "me/broken/config.json: Expecting property name",
+    "hub:me/nobody": "the hub has no public model me/nobody",
+    "hub:me/gated": "me/gated is gated: accept its terms at https://huggingface.co/me/gated",
     "hub:tiny": "hub:tiny must be hub:OWNER/NAME",
     "gpt2": "gpt2/config.json: No such file or directory",
 }
-OFFLINE = (
-    "Qwen/Qwen3-0.6B can't be fetched (LocalEntryNotFoundError: Got: ConnectError: [Errno 111] "
-    "Connection refused). Without a network, copy config.json, model.safetensors and "
-    "tokenizer.json from another machine into a folder, and give the folder"
-)
 
 
 @pytest.mark.slow
@@ -171,15 +141,20 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
             assert type_in("import", model, "--out", out) == (0, ready, "")
 
         def refuse(model: str, why: str) -> None:
-            assert type_in("import", model, "--out", "x") == (2, "", f"jgpt: {why}\n")
+            refused = type_in("import", model, "--out", "x")
+            assert (refused.code, refused.stdout) == (2, "")
+            assert refused.stderr.startswith(f"jgpt: {why}")
+            assert refused.stderr.count("\n") == 1
 
         fetch("hub:me/tiny", "tiny")
         fetch("smollm2", "smollm2")
+        fetch("hub:me/moving", "moving")
+        fetch("hub:me/sharded", "sharded")
         for model, why in REFUSED.items():
             refuse(model, why)
         end()
         fetch("hub:me/tiny", "again")
-        refuse("qwen3", OFFLINE)
+        refuse("qwen3", "Qwen/Qwen3-0.6B can't be fetched (LocalEntryNotFoundError: ")
 
     assert not (tmp_path / "x").exists()
     models_with_weights = set()
@@ -188,17 +163,17 @@ def test_models_are_fetched_by_name_and_code_never_is(hub, repositories, tmp_pat
             assert not path.endswith((".py", ".bin", ".pkl"))
             if path.endswith(".safetensors"):
                 models_with_weights.add(path.split("/")[2])
-    assert models_with_weights == {"tiny", "SmolLM2-135M"}
+    assert models_with_weights == {"tiny", "SmolLM2-135M", "moving", "sharded"}
 
-    # what was fetched is what is loaded from the same files in a folder
-    shared = repositories["me/tiny"]
+    # what was fetched is what is loaded from the same files in a folder: shards come with their
+    # index, and weights are of the commit of the config, not of a later one
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / "gpt2" / name).write_bytes(shared[name])
-    expected = jgpt.load_hf(tmp_path / "gpt2").token_embedding.embedding[...]
-    model, tokenizer, _ = jgpt.load(tmp_path / "again")
-    assert isinstance(model, jgpt.GPT)
-    np.testing.assert_array_equal(model.token_embedding.embedding[...], expected)
-    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+        (tmp_path / "gpt2" / name).write_bytes(repositories["me/tiny"][name])
+    expected = jgpt.load_hf(tmp_path / "gpt2")
+    for name in ("again", "moving", "sharded"):
+        model, tokenizer, _ = jgpt.load(tmp_path / name)
+        assert_same_weights(model, expected)
+        assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
 def test_a_full_disk_is_no_lack_of_a_network(monkeypatch):
@@ -214,26 +189,3 @@ def test_a_folder_goes_before_a_short_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3").mkdir()
     assert find_model("qwen3") == Path("qwen3")
-
-
-@pytest.mark.slow
-def test_weights_are_of_the_config_s_commit_and_shards_come_with_their_index(
-    hub, repositories, tmp_path
-):
-    """One repository changes after its config was read: its new weights fit the old config."""
-    address, _, _ = hub
-    where = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1"}
-    with typist(tmp_path, **where) as type_in:
-        for name in ("moving", "sharded"):
-            assert type_in("import", f"hub:me/{name}", "--out", name).code == 0
-    (tmp_path / "whole").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "whole" / name).write_bytes(repositories["me/moving"][name])
-    expected = jgpt.load_hf(tmp_path / "whole")
-    for name in ("moving", "sharded"):
-        model, _, _ = jgpt.load(tmp_path / name)
-        assert isinstance(model, jgpt.GPT)
-        imported = jax.tree.leaves(weights_of(model))
-        wanted = jax.tree.leaves(weights_of(expected))
-        for array, other in zip(imported, wanted, strict=True):
-            np.testing.assert_array_equal(array, other)

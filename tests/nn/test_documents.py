@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgpt import MultiHeadAttention
 from jgpt.nn.attention import document_mask, positions_in_documents
-from tests.models import compiled, config_of, normal, random_gpt, tokens_of
+from tests.models import compiled, random_gpt, tokens_of
 from tests.quick import only
 
 LENGTHS = (4, 2, 5)
@@ -83,23 +82,6 @@ def with_gradients(states_of, weights):
     differentiate = jax.value_and_grad(summed, has_aux=True)
     (_, states), gradients = compiled(differentiate, weights)
     return states, gradients
-
-
-def test_attention_takes_a_mask_beside_its_causal_one():
-    config = config_of("gpt2")
-    attention = MultiHeadAttention(config, rngs=nnx.Rngs(0))
-    x = normal(1, 2, 6, config.embed_dim)
-    everything = jnp.ones((6, 6), bool)
-    itself = jnp.eye(6, dtype=bool)
-
-    without = attention(x)
-    with_everything = attention(x, mask=everything)
-    with_itself = attention(x, mask=itself)
-
-    np.testing.assert_allclose(with_everything, without, rtol=1e-5, atol=1e-6)
-    alone = attention(x.reshape(12, 1, -1))
-    np.testing.assert_allclose(with_itself, alone.reshape(x.shape), rtol=1e-5, atol=1e-6)
-    assert not np.allclose(with_itself, without, rtol=1e-3)
 
 
 def test_dropout_of_attention_leaves_documents_apart():

@@ -10,20 +10,11 @@ from jgpt.nn.cache import LayerCache
 from tests.models import attention, compiled, normal
 
 BATCH = 2
-PLACES = 8
 EMBED_DIM = 24
 HEADS = 6
 KV_HEADS = 2
 HEAD_DIM = 4
 MODERN = {"rotary": True, "qk_norm": True, "scale": 0.7}
-
-
-def make_heads(num_kv_heads: int | None = KV_HEADS, **options):
-    return attention(EMBED_DIM, HEADS, num_kv_heads=num_kv_heads, **options)
-
-
-def empty_cache(module, batch=BATCH, capacity=PLACES, dtype="float32"):
-    return LayerCache(batch, capacity, module.num_kv_heads, HEAD_DIM, dtype=dtype)
 
 
 def close(found, expected):
@@ -42,7 +33,7 @@ def close(found, expected):
 )
 def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, products):
     """(queries, keys) of each block: the keys after it are not read where the input fills it."""
-    module = make_heads(**MODERN, **options)
+    module = attention(EMBED_DIM, HEADS, num_kv_heads=KV_HEADS, **MODERN, **options)
     x = normal(1, BATCH, time, EMBED_DIM)
     shorter = normal(2, 1, time - 1, EMBED_DIM)
     _, cached_keys = products[0]
@@ -63,7 +54,7 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
         expected = module(x)[0]
         expected_of_shorter = module(shorter)[0]
         seen.clear()
-        cache = empty_cache(module, capacity=capacity)
+        cache = LayerCache(BATCH, capacity, KV_HEADS, HEAD_DIM, dtype="float32")
         # the second row begins with one position that isn't read
         cache.length[...] = jnp.array([0, -1])
         both = x.at[1, 1:].set(shorter[0])
@@ -78,7 +69,7 @@ def test_long_inputs_attend_over_a_cache_in_blocks(monkeypatch, time, options, p
 
 
 def test_a_full_cache_replaces_its_oldest_position():
-    cache = empty_cache(make_heads(), batch=1, capacity=3)
+    cache = LayerCache(1, 3, KV_HEADS, HEAD_DIM, dtype="float32")
 
     for place in range(5):
         key = jnp.full((1, KV_HEADS, 1, HEAD_DIM), float(place))

@@ -41,36 +41,22 @@ def test_rows_are_quantised_by_hand():
     np.testing.assert_allclose(scale, [4 / 127, 1 / 127, 1 / 127], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(23,), (1, 23), (5, 23), (2, 3, 23)])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("shape", "biased"), [((23,), True), ((1, 23), False), ((2, 3, 23), True)])
 def test_a_layer_is_the_product_of_what_is_quantised(shape, biased):
     kernel = normal(0, 23, 29)
-    bias = None
-    added = np.zeros(29)
-    if biased:
-        bias = normal(2, 29)
-        added = np.asarray(bias)
+    bias = normal(2, 29) if biased else None
+    added = np.asarray(bias) if biased else np.zeros(29)
     x = 7 * normal(1, *shape)
 
     def layer(x):
-        output = Int8Linear(kernel, bias)(x)
-        quantised_weights = quantise(kernel.T)
-        quantised_inputs = quantise(x.reshape(-1, 23))
-        return output, quantised_weights, quantised_inputs
+        return Int8Linear(kernel, bias)(x), quantise(kernel.T), quantise(x.reshape(-1, 23))
 
-    found, quantised_weights, quantised_inputs = compiled(layer, x)
+    found, (weights, weight_scale), (inputs, input_scale) = compiled(layer, x)
 
-    weights, weight_scale = quantised_weights
-    inputs, input_scale = quantised_inputs
     # in float64 the sum of 23 products of two int8 has no rounding at all
-    wide_inputs = np.asarray(inputs, np.float64)
-    wide_weights = np.asarray(weights, np.float64)
-    product = wide_inputs @ wide_weights.T
-    row_scale = np.asarray(input_scale)[:, None]
-    column_scale = np.asarray(weight_scale)
-    expected = product * row_scale * column_scale + added
-    expected = expected.reshape(*shape[:-1], 29)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    product = np.asarray(inputs, np.float64) @ np.asarray(weights, np.float64).T
+    expected = product * np.asarray(input_scale)[:, None] * np.asarray(weight_scale) + added
+    np.testing.assert_allclose(found, expected.reshape(*shape[:-1], 29), rtol=1e-5, atol=1e-5)
     # and it is not the product of what was not rounded
     unrounded = np.asarray(x) @ np.asarray(kernel) + added
     assert 1e-3 < relative_error(found, unrounded) < 0.05
@@ -116,6 +102,5 @@ def test_all_layers_and_the_head_are_quantised_in_a_copy(family):
     found = compiled(quantised, PROMPT)
     exact = compiled(model, PROMPT)
     assert 1e-3 < relative_error(found, exact) < 0.1  # the rounding is seen
-    likeliest = found[:, -1].argmax(-1)
     drawn = generate(quantised, PROMPT, 1, key=jax.random.key(3), temperature=0.0)
-    assert drawn[:, -1].tolist() == likeliest.tolist()
+    assert drawn[:, -1].tolist() == found[:, -1].argmax(-1).tolist()

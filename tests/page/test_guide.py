@@ -58,16 +58,6 @@ def asked(page: Page, question: str) -> str:
     return page.run("$('answer').querySelector('p').textContent")
 
 
-def attention_of(look: Look, tokens: list[int]) -> np.ndarray:
-    """The weights of each layer, head, query and key, from the blocks themselves."""
-    model: Any = look.model
-    batch = jnp.asarray(tokens)[None]
-    weights = []
-    for block, x in zip(model.blocks, model.hidden_states(batch), strict=False):
-        weights.append(block.attention.weights(block.attention_norm(x))[0])
-    return np.asarray(weights)
-
-
 def gradient_at_the_last_block(look: Look, tokens: list[int]) -> np.ndarray:
     """The length of the gradient of the last token's loss, at each position."""
     model: Any = look.model
@@ -98,9 +88,10 @@ def test_each_question_is_answered_with_the_numbers_of_python(tmp_path):
         errors = page.errors
 
     layer, head, query, key = chosen
-    weights = attention_of(look, tokens)
-    assert weights[layer, head, query, key] == weights[:, :, query, :query].max()
-    share = f"{100 * weights[layer, head, query, key]:.0f}%"
+    first = query * (query + 1) // 2  # row by row, up to the diagonal
+    weights = record_of(look, tokens)["attention"][..., first : first + query + 1]
+    assert weights[layer, head, key] == weights[..., :query].max()
+    share = f"{100 * weights[layer, head, key]:.0f}%"
     assert f"head {head} of layer {layer}: it takes {share} from" in earlier
     assert f"Head {head} of layer {layer} is off and adds nothing" in without
     switched = record_of(look, tokens, changes=Changes(heads={(layer, head): 0.0}))

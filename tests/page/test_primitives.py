@@ -56,11 +56,11 @@ def pairs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return left.ravel(), right.ravel()
 
 
-class Cases(list[Case]):
-    def add(
-        self, primitive: str, function: Callable[..., Any], *arguments: Any, ulps: int = 0
-    ) -> None:
-        self.append(Case(primitive, function, arguments, ulps))
+CASES: list[Case] = []
+
+
+def add(primitive: str, function: Callable[..., Any], *arguments: Any, ulps: int = 0) -> None:
+    CASES.append(Case(primitive, function, arguments, ulps))
 
 
 UNARY = {  # units in the last place; XLA's cbrt is 13 away, and JavaScript rounds correctly
@@ -72,8 +72,7 @@ UNARY = {  # units in the last place; XLA's cbrt is 13 away, and JavaScript roun
 }
 
 
-def unary_cases() -> Cases:
-    cases = Cases()
+def unary_cases() -> None:
     for ulps, names in UNARY.items():
         for name in names.split():
             # JAX takes 30 ms to compile a case, so that not all have all shapes.
@@ -81,45 +80,38 @@ def unary_cases() -> Cases:
             if name in ("exp", "neg", "erf"):
                 arrays += [floats(0, 2), floats(1, 1), floats(4, 3).T, floats(2, 3, 5)]
             for x in arrays:
-                cases.add(name, getattr(lax, name), x, ulps=ulps)
+                add(name, getattr(lax, name), x, ulps=ulps)
     for x in (INTEGERS, WORDS.astype(np.int32), integers(2, 3, dtype=np.int8)):
         for name in ("abs", "neg", "sign", "square"):
-            cases.add(name, getattr(lax, name), x)
-        cases.add("not", lax.bitwise_not, x)
+            add(name, getattr(lax, name), x)
+        add("not", lax.bitwise_not, x)
     for x in (TRUTHS, WORDS):
-        cases.add("not", lax.bitwise_not, x)
-    return cases
+        add("not", lax.bitwise_not, x)
 
 
-def power_cases() -> Cases:
-    cases = Cases()
+def power_cases() -> None:
     for exponent in (2, 3, -1, 5, 0):
-        power = partial(lax.integer_pow, y=exponent)
-        cases.add("integer_pow", power, EDGES, ulps=2)
-    cases.add("integer_pow", partial(lax.integer_pow, y=5), INTEGERS)
-    return cases
+        add("integer_pow", partial(lax.integer_pow, y=exponent), EDGES, ulps=2)
+    add("integer_pow", partial(lax.integer_pow, y=5), INTEGERS)
 
 
-def rounding_cases() -> Cases:
-    cases = Cases()
+def rounding_cases() -> None:
     halves = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999997, -0.2, 0.2, 8388609.0], np.float32)
     for method in (lax.RoundingMethod.TO_NEAREST_EVEN, lax.RoundingMethod.AWAY_FROM_ZERO):
         for x in (halves, EDGES, 5 * floats(4, 4)):
-            cases.add("round", partial(lax.round, rounding_method=method), x)
+            add("round", partial(lax.round, rounding_method=method), x)
     float16_edges = np.array([65519.0, 65520.0, 6e-5, 1e-7, 1e-9], np.float32)
     bfloat16 = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
     float16 = partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=10)
     for reduce in (bfloat16, float16):
         for x in (EDGES, floats(5, 3), float16_edges):
-            cases.add("reduce_precision", reduce, x)
-    return cases
+            add("reduce_precision", reduce, x)
 
 
 TARGETS = "float32 bfloat16 float16 int32 uint32 int8 uint8 bool int16 uint16"
 
 
-def conversion_cases() -> Cases:
-    cases = Cases()
+def conversion_cases() -> None:
     wide = np.array([300.7, -300.7, 2147483648.0, -5e9, 127.9, -128.9, 255.5, 0.99], np.float32)
     sources = (EDGES, wide, INTEGERS, WORDS, TRUTHS, integers(3, 4, dtype=np.int8))
     for x in sources:
@@ -127,187 +119,163 @@ def conversion_cases() -> Cases:
             if target == str(x.dtype):
                 continue
             convert = partial(lax.convert_element_type, new_dtype=np.dtype(target))
-            cases.add("convert_element_type", convert, x)
+            add("convert_element_type", convert, x)
     for x, target in ((EDGES, "int32"), (EDGES, "uint32"), (INTEGERS, "float32")):
         read_bits = partial(lax.bitcast_convert_type, new_dtype=np.dtype(target))
-        cases.add("bitcast_convert_type", read_bits, x)
-    return cases
+        add("bitcast_convert_type", read_bits, x)
 
 
 OF_ALL_NUMBERS = "eq ge gt le lt ne add sub mul max min div rem"
 
 
-def binary_cases() -> Cases:
-    cases = Cases()
+def binary_cases() -> None:
     bytes_ = integers(6, low=-128, high=127, dtype=np.int8)
     for name in OF_ALL_NUMBERS.split():
         function = getattr(lax, name)
         for values in (EDGES, INTEGERS, WORDS, bytes_):
-            cases.add(name, function, *pairs(values))
+            add(name, function, *pairs(values))
         # some of them with arrays whose numbers don't lie in order, have a size of 1, or are none
         if name in ("add", "sub", "lt", "max"):
-            cases.add(name, function, floats(4, 3).T, floats(3, 4))
-            cases.add(name, function, floats(3, 1, 4), floats(3, 2, 4))
-            cases.add(name, function, floats(0, 4), floats(0, 4))
+            add(name, function, floats(4, 3).T, floats(3, 4))
+            add(name, function, floats(3, 1, 4), floats(3, 2, 4))
+            add(name, function, floats(0, 4), floats(0, 4))
     for name in ("pow", "atan2"):
         function = getattr(lax, name)
-        cases.add(name, function, *pairs(EDGES), ulps=8)
-        cases.add(name, function, abs(floats(2, 5)), floats(2, 5), ulps=8)
+        add(name, function, *pairs(EDGES), ulps=8)
+        add(name, function, abs(floats(2, 5)), floats(2, 5), ulps=8)
     for name in ("and", "or", "xor"):
         for values in (INTEGERS, WORDS, TRUTHS, bytes_):
-            cases.add(name, getattr(lax, f"bitwise_{name}"), *pairs(values))
+            add(name, getattr(lax, f"bitwise_{name}"), *pairs(values))
     for name in ("shift_left", "shift_right_logical", "shift_right_arithmetic"):
         for values in (INTEGERS, WORDS, bytes_):
             counts = np.array([0, 1, 5, 7, 8, 31, 32, 40]).astype(values.dtype)
             shifted, count = np.meshgrid(values, counts)
-            cases.add(name, getattr(lax, name), shifted.ravel(), count.ravel())
-    return cases
+            add(name, getattr(lax, name), shifted.ravel(), count.ravel())
 
 
-def choosing_cases() -> Cases:
-    cases = Cases()
+def choosing_cases() -> None:
     a = floats(3, 4)
     b = floats(3, 4)
     which = RANDOM.integers(0, 2, (3, 4)).astype(bool)
     which_of_three = integers(3, 4, low=0, high=3)
-    cases.add("select_n", lax.select_n, which, a, b)
-    cases.add("select_n", lax.select_n, np.array(True), a, b)
-    cases.add("select_n", lax.select_n, which_of_three, a, b, floats(3, 4))
-    cases.add("select_n", lambda w, a, b: lax.select_n(w.T, a, b), which.T.copy(), a, b)
-    cases.add("clamp", lax.clamp, np.float32(-0.5), a, np.float32(0.25))
-    cases.add("clamp", lax.clamp, np.float32(-1), EDGES, np.float32(1))
-    cases.add("clamp", lax.clamp, -abs(a), b, abs(a))
-    cases.add("clamp", lax.clamp, np.int32(-3), INTEGERS, np.int32(100))
-    return cases
+    add("select_n", lax.select_n, which, a, b)
+    add("select_n", lax.select_n, np.array(True), a, b)
+    add("select_n", lax.select_n, which_of_three, a, b, floats(3, 4))
+    add("select_n", lambda w, a, b: lax.select_n(w.T, a, b), which.T.copy(), a, b)
+    add("clamp", lax.clamp, np.float32(-0.5), a, np.float32(0.25))
+    add("clamp", lax.clamp, np.float32(-1), EDGES, np.float32(1))
+    add("clamp", lax.clamp, -abs(a), b, abs(a))
+    add("clamp", lax.clamp, np.int32(-3), INTEGERS, np.int32(100))
 
 
-def shape_cases() -> Cases:
+def shape_cases() -> None:
     """What moves numbers and computes none, also of no numbers and of axes out of order."""
-    cases = Cases()
     x = floats(2, 3, 4)
     one = jnp.float32(1)
-    cases.add("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (5, 3, 2), (1,)), floats(3))
-    cases.add("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (2, 3, 4)) + 0, floats(3, 1))
-    cases.add("broadcast_in_dim", lambda x: jnp.full((0, 3), x), np.float32(2))
+    add("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (5, 3, 2), (1,)), floats(3))
+    add("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (2, 3, 4)) + 0, floats(3, 1))
+    add("broadcast_in_dim", lambda x: jnp.full((0, 3), x), np.float32(2))
 
     a, b = floats(2, 3, 4), floats(2, 1, 4)
-    cases.add("concatenate", lambda a, b: jnp.concatenate([a, b, a], 1), a, b)
-    cases.add("concatenate", lambda a, b: jnp.concatenate([a, b]), floats(0, 2), floats(3, 2))
-    cases.add("concatenate", lambda a: jnp.concatenate([a.T, a.T], 1), integers(3, 5))
-    cases.add("stack", lambda a, b: jnp.stack([a, b, a], 1), floats(3, 2), floats(3, 2))
+    add("concatenate", lambda a, b: jnp.concatenate([a, b, a], 1), a, b)
+    add("concatenate", lambda a, b: jnp.concatenate([a, b]), floats(0, 2), floats(3, 2))
+    add("concatenate", lambda a: jnp.concatenate([a.T, a.T], 1), integers(3, 5))
+    add("stack", lambda a, b: jnp.stack([a, b, a], 1), floats(3, 2), floats(3, 2))
 
-    cases.add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (0, i, 1), (2, 2, 3)), x, 1)
+    add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (0, i, 1), (2, 2, 3)), x, 1)
     # across both ends
-    cases.add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (-1, i, 9), (1, 2, 3)), x, 7)
-    cases.add(
+    add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (-1, i, 9), (1, 2, 3)), x, 7)
+    add(
         "dynamic_update_slice",
         lambda x, values, i: lax.dynamic_update_slice(x, values, (0, i, 1)),
         *(x, floats(1, 2, 2), 5),
     )
-    cases.add("slice", lambda x: lax.slice(x, (0, 1, 0), (2, 3, 4), (1, 1, 3)), x)
-    cases.add("slice", lambda x: x[:, 2:2], integers(3, 5))
-    cases.add("split", lambda x: jnp.split(x, 2, axis=2), x)
+    add("slice", lambda x: lax.slice(x, (0, 1, 0), (2, 3, 4), (1, 1, 3)), x)
+    add("slice", lambda x: x[:, 2:2], integers(3, 5))
+    add("split", lambda x: jnp.split(x, 2, axis=2), x)
 
     # between numbers, and with what is cut off
-    cases.add("pad", lambda x: lax.pad(x, 7 * one, ((1, 2, 0), (0, -1, 1), (-2, 3, 2))), x)
-    cases.add("pad", lambda x: lax.pad(x, 0, ((-2, -1, 0), (0, 0, 0))), integers(3, 5))
-    cases.add("pad", lambda x: lax.pad(x, one, ((2, 1, 3),)), floats(0))
+    add("pad", lambda x: lax.pad(x, 7 * one, ((1, 2, 0), (0, -1, 1), (-2, 3, 2))), x)
+    add("pad", lambda x: lax.pad(x, 0, ((-2, -1, 0), (0, 0, 0))), integers(3, 5))
+    add("pad", lambda x: lax.pad(x, one, ((2, 1, 3),)), floats(0))
 
-    cases.add("iota", lambda: lax.broadcasted_iota(np.int32, (3, 4, 5), 1))
-    cases.add("iota", lambda: lax.broadcasted_iota(np.float32, (3, 4), 0))
-    cases.add("reshape", lambda x: x.reshape(6, 4), x)
-    cases.add("reshape", lambda x: x.T.reshape(2, 12), x)
-    cases.add("rev", lambda x: lax.rev(x, (0, 2)), x)
-    cases.add("rev", lambda x: lax.rev(x, (0,)) + x, floats(0, 2))
-    cases.add("squeeze", lambda x: x.squeeze(1) + 0, floats(3, 1, 2))
-    cases.add("tile", lambda x: jnp.tile(x, (2, 3, 1, 2)), x)
-    cases.add("transpose", lambda x: x.transpose(2, 0, 1), x)
-    cases.add("transpose", lambda x: x.transpose(2, 0, 1).reshape(8, 3) * 2, x)
-    return cases
+    add("iota", lambda: lax.broadcasted_iota(np.int32, (3, 4, 5), 1))
+    add("iota", lambda: lax.broadcasted_iota(np.float32, (3, 4), 0))
+    add("reshape", lambda x: x.reshape(6, 4), x)
+    add("reshape", lambda x: x.T.reshape(2, 12), x)
+    add("rev", lambda x: lax.rev(x, (0, 2)), x)
+    add("rev", lambda x: lax.rev(x, (0,)) + x, floats(0, 2))
+    add("squeeze", lambda x: x.squeeze(1) + 0, floats(3, 1, 2))
+    add("tile", lambda x: jnp.tile(x, (2, 3, 1, 2)), x)
+    add("transpose", lambda x: x.transpose(2, 0, 1), x)
+    add("transpose", lambda x: x.transpose(2, 0, 1).reshape(8, 3) * 2, x)
 
 
-def reduction_cases() -> Cases:
+def reduction_cases() -> None:
     x = floats(3, 4, 5)
-    cases = Cases()
     for name in ("sum", "max", "min", "prod"):
         primitive = f"reduce_{name}"
         reduce = getattr(jnp, name)
-
-        def reduce_transposed(x: Any, reduce: Callable[..., Any] = reduce) -> Any:
-            return reduce(x.T, 1)
-
         ulps = 16 if name in ("sum", "prod") else 0
         for axes in ((0,), (1,), (2,), (0, 2), (0, 1, 2)):
-            cases.add(primitive, partial(reduce, axis=axes), x, ulps=ulps)
+            add(primitive, partial(reduce, axis=axes), x, ulps=ulps)
         for floating in (EDGES, floats(1)):
-            cases.add(primitive, reduce, floating, ulps=4)
+            add(primitive, reduce, floating, ulps=4)
         for exact in (INTEGERS, WORDS):
-            cases.add(primitive, reduce, exact)
-        cases.add(primitive, reduce_transposed, floats(4, 3), ulps=8)
-    cases.add("reduce_sum", partial(jnp.sum, axis=0), floats(0, 2))
-    cases.add("reduce_prod", partial(jnp.prod, axis=0), floats(0, 3))
+            add(primitive, reduce, exact)
+        add(primitive, lambda x, reduce=reduce: reduce(x.T, 1), floats(4, 3), ulps=8)
+    add("reduce_sum", partial(jnp.sum, axis=0), floats(0, 2))
+    add("reduce_prod", partial(jnp.prod, axis=0), floats(0, 3))
     for name in ("reduce_max", "reduce_min"):
         reduce = getattr(lax, name)
-        cases.add(name, partial(reduce, axes=(1,)), floats(2, 0))
-        cases.add(name, partial(reduce, axes=(0,)), integers(0, 3))
+        add(name, partial(reduce, axes=(1,)), floats(2, 0))
+        add(name, partial(reduce, axes=(0,)), integers(0, 3))
     truths = RANDOM.integers(0, 2, (3, 4)).astype(bool)
     for name in ("reduce_and", "reduce_or", "reduce_xor"):
         reduce = partial(getattr(lax, name), axes=(1,))
-        cases.add(name, reduce, truths)
-        cases.add(name, reduce, integers(3, 4))
-        cases.add(name, reduce, integers(2, 3, dtype=np.uint32, low=0))
-    return cases
+        add(name, reduce, truths)
+        add(name, reduce, integers(3, 4))
+        add(name, reduce, integers(2, 3, dtype=np.uint32, low=0))
 
 
-def argument_cases() -> Cases:
+def argument_cases() -> None:
     ties = np.array([[1, 3, 3, 2], [2, 2, 2, 2], [0, -0.0, 0, -0.0]], np.float32)
     not_finite = np.array([[1, np.nan, 3, np.nan], [np.inf, 1, np.inf, -np.inf]], np.float32)
-    cases = Cases()
     for name in ("argmax", "argmin"):
         function = getattr(lax, name)
         for values in (ties, not_finite, floats(4, 5), integers(3, 6), -not_finite):
             for axis in (0, 1):
                 of_axis = partial(function, axis=axis, index_dtype=np.int32)
-                cases.add(name, of_axis, values)
-    return cases
+                add(name, of_axis, values)
 
 
-def cumulative_cases() -> Cases:
+def cumulative_cases() -> None:
     x = floats(3, 4, 5)
-    cases = Cases()
     for name in ("cumsum", "cumprod", "cummax", "cummin"):
         function = getattr(lax, name)
         ulps = 16 if name in ("cumsum", "cumprod") else 0
         for axis, reverse in ((0, False), (2, True), (1, False)):
             cumulate = partial(function, axis=axis, reverse=reverse)
-            cases.add(name, cumulate, x, ulps=ulps)
-            cases.add(name, cumulate, integers(3, 2, 4))
-        cases.add(name, function, floats(0))
-    return cases
+            add(name, cumulate, x, ulps=ulps)
+            add(name, cumulate, integers(3, 2, 4))
+        add(name, function, floats(0))
 
 
-def order_cases() -> Cases:
+def order_cases() -> None:
     ties = np.array([3, 1, 3, np.nan, -0.0, 0.0, np.inf, -np.inf, 1, np.nan, 2], np.float32)
     few = integers(6, 50, low=0, high=5, dtype=np.float32)
-
-    def top_3_transposed(x: Any) -> Any:
-        return lax.top_k(x.T, 3)
-
-    cases = Cases()
     for values in (ties, floats(4, 3), integers(5, 2), floats(0), floats(1)):
-        cases.add("sort", partial(lax.sort, dimension=0), values)
-    cases.add("sort", jnp.argsort, np.array([2, 1, 2, 1, 0, 2]))
-    cases.add("sort", partial(jnp.argsort, axis=1), integers(3, 40, low=0, high=4))
+        add("sort", partial(lax.sort, dimension=0), values)
+    add("sort", jnp.argsort, np.array([2, 1, 2, 1, 0, 2]))
+    add("sort", partial(jnp.argsort, axis=1), integers(3, 40, low=0, high=4))
     for values, k in ((ties, 11), (ties, 4), (few, 7), (few.T, 3), (few, 50), (floats(3, 1), 1)):
-        cases.add("top_k", partial(lax.top_k, k=k), values)
-    cases.add("top_k", partial(lax.top_k, k=0), few)
-    cases.add("top_k", partial(lax.top_k, k=5), integers(2, 9))
-    cases.add("top_k", top_3_transposed, floats(9, 2))
-    return cases
+        add("top_k", partial(lax.top_k, k=k), values)
+    add("top_k", partial(lax.top_k, k=0), few)
+    add("top_k", partial(lax.top_k, k=5), integers(2, 9))
+    add("top_k", lambda x: lax.top_k(x.T, 3), floats(9, 2))
 
 
-def product_cases() -> Cases:
-    cases = Cases()
+def product_cases() -> None:
     for left, right in (
         ((5, 7), (7, 6)),
         ((9, 3), (3, 8)),
@@ -317,7 +285,7 @@ def product_cases() -> Cases:
         ((0, 3), (3, 2)),
         ((70, 90), (90, 80)),  # more than 64 kB
     ):
-        cases.add("dot_general", jnp.matmul, floats(*left), floats(*right), ulps=8)
+        add("dot_general", jnp.matmul, floats(*left), floats(*right), ulps=8)
     for equation, left, right in (
         ("bqhd,bkhd->bhqk", (2, 5, 3, 4), (2, 6, 3, 4)),
         ("abc,bcd->da", (2, 3, 4), (3, 4, 5)),
@@ -325,48 +293,45 @@ def product_cases() -> Cases:
         ("i,i->", (5,), (5,)),
     ):
         function = partial(jnp.einsum, equation)
-        cases.add("dot_general", function, floats(*left), floats(*right), ulps=8)
-    cases.add("dot_general", lambda a, b: a.T @ b.T, floats(4, 3), floats(5, 4), ulps=8)
+        add("dot_general", function, floats(*left), floats(*right), ulps=8)
+    add("dot_general", lambda a, b: a.T @ b.T, floats(4, 3), floats(5, 4), ulps=8)
 
     bytes_ = partial(integers, low=-128, high=127, dtype=np.int8)
     summed_in_int32 = partial(lax.dot, preferred_element_type=jnp.int32)
-    cases.add("dot_general", jnp.matmul, integers(3, 4), integers(4, 2))
-    cases.add("dot_general", jnp.matmul, np.stack([INTEGERS] * 2), np.stack([INTEGERS] * 3).T)
-    cases.add("dot_general", summed_in_int32, bytes_(5, 30), bytes_(30, 7))
+    add("dot_general", jnp.matmul, integers(3, 4), integers(4, 2))
+    add("dot_general", jnp.matmul, np.stack([INTEGERS] * 2), np.stack([INTEGERS] * 3).T)
+    add("dot_general", summed_in_int32, bytes_(5, 30), bytes_(30, 7))
 
     summed_in_float32 = partial(lax.dot, preferred_element_type=jnp.float32)
     a = floats(5, 6).astype(jnp.bfloat16)
     b = floats(6, 3).astype(jnp.bfloat16)
-    cases.add("dot_general", summed_in_float32, a, b, ulps=8)
+    add("dot_general", summed_in_float32, a, b, ulps=8)
     difference = np.array([1, -1], np.float32)
     not_a_float = np.array([2**24 + 1, 2**24], np.int32)
-    cases.add("dot_general", jnp.matmul, difference, not_a_float)  # 0, since JAX rounds it
-    return cases
+    add("dot_general", jnp.matmul, difference, not_a_float)  # 0, since JAX rounds it
 
 
-def gather_cases() -> Cases:
+def gather_cases() -> None:
     x = floats(5, 3, 4)
     rows = np.array([[0, 4, -1], [2, 7, -6]], np.int32)
-    cases = Cases()
     for mode in ("clip", "fill", "promise_in_bounds"):
         indices = rows % 5 if mode == "promise_in_bounds" else rows
 
         def take(x: Any, indices: Any, mode: str = mode) -> Any:
             return x.at[indices].get(mode=mode)
 
-        cases.add("gather", take, x, indices)
-        cases.add("gather", take, integers(5, 2), indices)
-        cases.add("gather", take, integers(5, dtype=np.uint32, low=0), indices)
+        add("gather", take, x, indices)
+        add("gather", take, integers(5, 2), indices)
+        add("gather", take, integers(5, dtype=np.uint32, low=0), indices)
     along_an_axis = partial(jnp.take_along_axis, axis=2)
     with_a_fill_value = partial(jnp.take, axis=1, fill_value=-2.5)
-    cases.add("gather", along_an_axis, x, integers(5, 3, 2, low=-6, high=6))
-    cases.add("gather", lambda x, columns: x[:, columns, 1:3], x, np.array([2, 0, 2]))
-    cases.add("gather", with_a_fill_value, x, np.array([9, 0]))
-    cases.add("gather", lambda x, indices: x[indices, indices], x, np.array([1, 2]))
-    return cases
+    add("gather", along_an_axis, x, integers(5, 3, 2, low=-6, high=6))
+    add("gather", lambda x, columns: x[:, columns, 1:3], x, np.array([2, 0, 2]))
+    add("gather", with_a_fill_value, x, np.array([9, 0]))
+    add("gather", lambda x, indices: x[indices, indices], x, np.array([1, 2]))
 
 
-def scatter_cases() -> Cases:
+def scatter_cases() -> None:
     x = floats(5, 3, 4)
     updates = floats(2, 3, 3, 4)
     rows = np.array([[0, 4, -1], [2, 7, -6]], np.int32)
@@ -377,7 +342,6 @@ def scatter_cases() -> Cases:
     }
     primitives = {"add": "scatter-add", "multiply": "scatter-mul"}
     primitives |= {"set": "scatter", "max": "scatter-max", "min": "scatter-min"}
-    cases = Cases()
     for name, primitive in primitives.items():
         for mode in ("clip", "drop"):
 
@@ -385,14 +349,13 @@ def scatter_cases() -> Cases:
                 return getattr(x.at[rows], name)(updates, mode=mode)
 
             if name == "set":
-                cases.add(primitive, scatter, x, unique_rows[mode], updates, ulps=4)
+                add(primitive, scatter, x, unique_rows[mode], updates, ulps=4)
                 continue
-            cases.add(primitive, scatter, x, rows, updates, ulps=4)
+            add(primitive, scatter, x, rows, updates, ulps=4)
             wide_integers = integers(2, 3, 2, low=-(2**30), high=2**30)
-            cases.add(primitive, scatter, integers(5, 2), rows, wide_integers)
-    cases.add("scatter", lambda x, column: x.at[:, column].set(3), x, 1)
-    cases.add("scatter-add", lambda x, rows: x.at[rows, 1].add(2), integers(4, 3), rows[0])
-    return cases
+            add(primitive, scatter, integers(5, 2), rows, wide_integers)
+    add("scatter", lambda x, column: x.at[:, column].set(3), x, 1)
+    add("scatter-add", lambda x, rows: x.at[rows, 1].add(2), integers(4, 3), rows[0])
 
 
 def of_key(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,7 +363,7 @@ def of_key(draw: Callable[..., Any]) -> Callable[..., Any]:
     return lambda words, *others: draw(jax.random.wrap_key_data(words), *others)
 
 
-def key_cases() -> Cases:
+def key_cases() -> None:
     words = np.array([12345, 2**32 - 7], np.uint32)
     draws: list[Callable[..., Any]] = [
         lambda key: jax.random.bits(key, (4, 3)),
@@ -408,19 +371,17 @@ def key_cases() -> Cases:
         lambda key: jax.random.key_data(jax.random.split(key, 3)),
         lambda key: jax.random.randint(key, (9,), -5, 99),
     ]
-    cases = Cases()
     for draw in draws:
-        cases.add("threefry2x32", of_key(draw), words)
+        add("threefry2x32", of_key(draw), words)
     normal = of_key(lambda key: jax.random.normal(key, (4, 4)))
-    cases.add("threefry2x32", normal, words, ulps=32)
+    add("threefry2x32", normal, words, ulps=32)
     fold = of_key(lambda key, number: jax.random.bits(jax.random.fold_in(key, number), (3, 5)))
-    cases.add("threefry2x32", fold, words, np.uint32(77))
+    add("threefry2x32", fold, words, np.uint32(77))
     of_three_axes = of_key(lambda key: jax.random.bits(key, (2, 3, 2)))
-    cases.add("iota_2x32_shape", of_three_axes, words)
-    return cases
+    add("iota_2x32_shape", of_three_axes, words)
 
 
-def control_cases() -> Cases:
+def control_cases() -> None:
     def choose(branch: Any, x: Any) -> Any:
         branches = [lambda x: x + 1, lambda x: x.T.reshape(3, 2), lambda x: -x]
         return lax.switch(branch, branches, x)
@@ -442,24 +403,21 @@ def control_cases() -> Cases:
 
         return lax.scan(step, jnp.zeros(4), x, reverse=True)
 
-    cases = Cases()
     for branch in (-1, 0, 1, 2, 5):  # the first and the last are no branches: they are clamped
-        cases.add("cond", choose, np.int32(branch), floats(3, 2))
+        add("cond", choose, np.int32(branch), floats(3, 2))
     for n in (1, 27):
-        cases.add("while", collatz, np.int32(n))
-    cases.add("while", double_and_count, 5, 3)
-    cases.add("stack", scan, floats(3, 4), floats(4), ulps=8)
-    cases.add("broadcast_in_dim", scan, floats(0, 4), floats(4))
-    return cases
+        add("while", collatz, np.int32(n))
+    add("while", double_and_count, 5, 3)
+    add("stack", scan, floats(3, 4), floats(4), ulps=8)
+    add("broadcast_in_dim", scan, floats(0, 4), floats(4))
 
 
-CASES: list[Case] = []
-for cases_of_a_kind in (
+for add_cases in (
     *(unary_cases, power_cases, rounding_cases, conversion_cases, binary_cases, choosing_cases),
     *(shape_cases, reduction_cases, argument_cases, cumulative_cases, order_cases),
     *(product_cases, gather_cases, scatter_cases, key_cases, control_cases),
 ):
-    CASES += cases_of_a_kind()
+    add_cases()
 CASES_OF: dict[str, list[int]] = {primitive: [] for primitive in PRIMITIVES}
 """The numbers of the cases of each primitive."""
 for number, case in enumerate(CASES):
@@ -519,31 +477,19 @@ def differences(found: np.ndarray, wanted: np.ndarray, case: Case) -> str:
     return f"found {found[~same][:8]}, wanted {wanted[~same][:8]}"
 
 
-def all_differences(number: int, found: list[np.ndarray], wanted: list[np.ndarray]) -> list[str]:
-    """A line for each result of a case that is wrong."""
-    lines = []
-    for one_found, one_wanted in zip(found, wanted, strict=True):
-        difference = differences(one_found, one_wanted, CASES[number])
-        if difference:
-            lines.append(f"case {number}: {difference}")
-    return lines
-
-
 @needs_javascript
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 def test_a_primitive_computes_what_jax_computes(primitive, calls, computed, expected):
     numbers = CASES_OF[primitive]
     assert numbers, f"no case has {primitive}"
-    wrong = []
     for number in numbers:
         arguments = CASES[number].arguments
         used = {name for name, _, _, _ in calls[number].program.operations}
         if arguments and np.size(arguments[0]) > 0:
             assert primitive in used, f"case {number} has no {primitive}, only {used}"
-
-        wrong += all_differences(number, computed[number], expected[number])
-
-    assert not wrong, "\n".join(wrong)
+        for found, wanted in zip(computed[number], expected[number], strict=True):
+            difference = differences(found, wanted, CASES[number])
+            assert not difference, f"case {number}: {difference}"
 
 
 def test_the_product_in_webassembly_is_assembled_from_its_source():
@@ -556,25 +502,16 @@ def test_the_product_in_webassembly_is_assembled_from_its_source():
 
 WITHOUT_WEBASSEMBLY = "delete globalThis.WebAssembly;\n"
 """As in a page whose host does not let WebAssembly run."""
-MISTAKE_IN_LOOPS = ("c33 += a3 * b3", "c33 += a3 * b2")
 
 
 @needs_javascript
-@pytest.mark.parametrize("mistake", [None, MISTAKE_IN_LOOPS])
-def test_products_have_the_same_bits_in_loops(mistake, calls, computed, tmp_path):
-    source = INTERPRETER.read_text()
-    if mistake is not None:
-        right, wrong = mistake
-        assert right in source
-        source = source.replace(right, wrong)
+def test_products_have_the_same_bits_in_loops(calls, computed, tmp_path):
     path = tmp_path / "interpreter.js"
-    path.write_text(WITHOUT_WEBASSEMBLY + source)
+    path.write_text(WITHOUT_WEBASSEMBLY + INTERPRETER.read_text())
     numbers = CASES_OF["dot_general"]
 
     in_loops = run_programs([calls[number] for number in numbers], path)
 
-    is_same = []
     for number, results in zip(numbers, in_loops, strict=True):
         for found, wanted in zip(results.values(), computed[number], strict=True):
-            is_same.append(np.array_equal(found, wanted))
-    assert all(is_same) == (mistake is None)
+            np.testing.assert_array_equal(found, wanted)

@@ -242,11 +242,7 @@ def _adamw(port: torch.nn.Module, decays: Decays) -> torch.optim.AdamW:
     for name, leaf in port.named_parameters():
         group = decaying if decays(name, leaf) else others
         group.append(leaf)
-    groups = []
-    if decaying:
-        groups.append({"params": decaying})
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=OPTIMIZER.weight_decay
     )

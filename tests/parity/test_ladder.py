@@ -78,34 +78,32 @@ def forget_a_bias(port):
     torch.nn.init.zeros_(port.blocks[1].feed_forward.expansion.bias)
 
 
-@pytest.mark.parametrize(
-    ("broken", "seen"),
-    [
-        ({"sabotage": set_everywhere(torch.nn.LayerNorm, eps=1e-6)}, MODEL_RUNGS),
-        ({"sabotage": set_everywhere(torch_gpt.FeedForward, activation="gelu")}, MODEL_RUNGS),
-        ({"sabotage": set_everywhere(torch_gpt.Attention, scale=1.0)}, MODEL_RUNGS),
-        ({"sabotage": set_everywhere(torch_gpt.Attention, causal=False)}, MODEL_RUNGS),
-        (
-            {"sabotage": set_everywhere(torch_gpt.Attention, num_heads=7, num_kv_heads=7)},
-            MODEL_RUNGS,
-        ),
-        ({"sabotage": forget_a_bias}, MODEL_RUNGS | TRAINING_RUNGS),
-        ({"decays": lambda name, leaf: decays(name, leaf) or "norm" in name}, TRAINING_RUNGS),
-        ({"decays": lambda name, leaf: "embedding" not in name}, TRAINING_RUNGS),
-        ({"clip": 1e9}, TRAINING_RUNGS),
-    ],
-    ids=[
-        "epsilon 1e-6",
-        "the other GELU",
-        "no scale",
-        "a future leak",
-        "heads and head_dim swapped",
-        "a missing bias",
-        "decay on norms",
-        "no decay of embeddings",
-        "no clipping",
-    ],
-)
+MISTAKES = {
+    "epsilon 1e-6": ({"sabotage": set_everywhere(torch.nn.LayerNorm, eps=1e-6)}, MODEL_RUNGS),
+    "the other GELU": (
+        {"sabotage": set_everywhere(torch_gpt.FeedForward, activation="gelu")},
+        MODEL_RUNGS,
+    ),
+    "no scale": ({"sabotage": set_everywhere(torch_gpt.Attention, scale=1.0)}, MODEL_RUNGS),
+    "a future leak": ({"sabotage": set_everywhere(torch_gpt.Attention, causal=False)}, MODEL_RUNGS),
+    "heads and head_dim swapped": (
+        {"sabotage": set_everywhere(torch_gpt.Attention, num_heads=7, num_kv_heads=7)},
+        MODEL_RUNGS,
+    ),
+    "a missing bias": ({"sabotage": forget_a_bias}, MODEL_RUNGS | TRAINING_RUNGS),
+    "decay on norms": (
+        {"decays": lambda name, leaf: decays(name, leaf) or "norm" in name},
+        TRAINING_RUNGS,
+    ),
+    "no decay of embeddings": (
+        {"decays": lambda name, leaf: "embedding" not in name},
+        TRAINING_RUNGS,
+    ),
+    "no clipping": ({"clip": 1e9}, TRAINING_RUNGS),
+}
+
+
+@pytest.mark.parametrize(("broken", "seen"), MISTAKES.values(), ids=MISTAKES)
 def test_the_ladder_sees_a_mistake(broken, seen):
     assert blind_rungs("gpt2", "float64", **broken) == set(rungs_of("float64")) - seen
 

@@ -109,22 +109,10 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     ("more", "complaint"),
     [
         ({"model_args": {}}, "it has no vocab_size, block_size, n_layer, n_head, n_embd"),
-        (
-            {"model_args": {**SIZES, "vocab_size": 19, "bias": False}},
-            r"wte.weight has shape \[17, 21\], not \[19, 21\]",
-        ),
         ({"model_args": {**SIZES, "bias": True}}, r"missing tensors \(13\): h.0.attn.c_attn.bi"),
     ],
 )
 def test_other_files_are_rejected(more, complaint, tmp_path):
     write(tmp_path / "ckpt.pt", **more)
     with pytest.raises(ValueError, match=complaint):
-        load_nanogpt(tmp_path / "ckpt.pt")
-
-
-def test_a_model_that_diverged_is_refused_by_its_first_tensor(tmp_path):
-    table = torch.full((17, 21), torch.nan)  # the head is the same one
-    tensors = {"transformer.wte.weight": table, "lm_head.weight": table}
-    write(tmp_path / "ckpt.pt", tensors=tensors)
-    with pytest.raises(ValueError, match=r"ckpt\.pt: wte\.weight has NaN or infinity"):
         load_nanogpt(tmp_path / "ckpt.pt")

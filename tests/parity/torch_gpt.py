@@ -23,16 +23,14 @@ def over_its_root_mean_square(x: Tensor, epsilon: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Head's and MultiHeadAttention's common part."""
-
     epsilon = 1e-6
 
-    def __init__(self, config, *, causal=True):
+    def __init__(self, config):
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.head_dim or config.embed_dim // config.num_heads
-        self.causal = causal
+        self.causal = True
         self.window = config.attention_window
         self.rotary = config.positions == "rotary"
         self.base = config.rotary_base
@@ -43,6 +41,8 @@ class Attention(nn.Module):
         self.query = self.linear(config, self.num_heads)
         self.key = self.linear(config, self.num_kv_heads)
         self.value = self.linear(config, self.num_kv_heads)
+        features = self.num_heads * self.head_dim
+        self.projection = nn.Linear(features, config.embed_dim, bias=config.use_bias)
 
     def linear(self, config, heads) -> nn.Linear:
         return nn.Linear(config.embed_dim, heads * self.head_dim, bias=config.qkv_bias)
@@ -76,17 +76,15 @@ class Attention(nn.Module):
         turned = z * torch.exp(1j * angle)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
-    def weights(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        source = x if context is None else context
+    def weights(self, x: Tensor) -> Tensor:
         query = self.split(self.query(x), self.num_heads)
-        key = self.split(self.key(source), self.num_kv_heads)
+        key = self.split(self.key(x), self.num_kv_heads)
         query = self.placed(query, self.query_norm.weight)
         key = self.placed(key, self.key_norm.weight)
         key = self.for_each_query_head(key)
         affinity = query @ key.mT * self.scale
-        if self.causal and context is None:
-            hidden = self.hidden_keys(x.shape[1])
-            affinity = affinity.masked_fill(hidden, -torch.inf)
+        if self.causal:
+            affinity = affinity.masked_fill(self.hidden_keys(x.shape[1]), -torch.inf)
         return affinity.softmax(-1)
 
     def hidden_keys(self, time: int) -> Tensor:
@@ -98,27 +96,10 @@ class Attention(nn.Module):
             return later
         return later | (distance >= self.window)
 
-    def heads(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        source = x if context is None else context
-        value = self.split(self.value(source), self.num_kv_heads)
-        value = self.for_each_query_head(value)
-        read = self.weights(x, context) @ value
-        return read.transpose(1, 2).flatten(-2)
-
-
-class Head(Attention):
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self.heads(x, context)
-
-
-class MultiHeadAttention(Attention):
-    def __init__(self, config, *, causal=True):
-        super().__init__(config, causal=causal)
-        features = self.num_heads * self.head_dim
-        self.projection = nn.Linear(features, config.embed_dim, bias=config.use_bias)
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self.projection(self.heads(x, context))
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.split(self.value(x), self.num_kv_heads)
+        read = self.weights(x) @ self.for_each_query_head(value)
+        return self.projection(read.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -154,7 +135,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.attention_norm = norm_of(config)
-        self.attention = MultiHeadAttention(config)
+        self.attention = Attention(config)
         self.feed_forward_norm = norm_of(config)
         self.feed_forward = FeedForward(config)
 

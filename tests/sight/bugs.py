@@ -1,7 +1,6 @@
 """Leaks that were found in public models, as small programs in their manner: wrong, and mended."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,12 @@ from tests.sight.programs import KEYS, V, W, scores_of, tril
 Array = jax.Array
 
 
-class Bug(NamedTuple):
-    wrong: Callable[[Array], Array]
-    line: str
-    """Of the source by which a later position comes in."""
-    mended: Callable[[Array], Array]
-
-
 # transformers#48745: RoFormer, BigBird and two others made the mask of an encoder, of padding
 # alone, for decoders as well.
-def of_padding(x: Array, is_decoder: bool) -> Array:
+def of_padding(x: Array, is_mended: bool) -> Array:
     time = x.shape[1]
     mask = np.ones((time, time), bool)  # nothing is padding
-    if is_decoder:
+    if is_mended:
         mask = tril(x)
     scores = jnp.where(mask, scores_of(x), jnp.finfo(x.dtype).min)
     return jax.nn.softmax(scores) @ (x @ V)
@@ -34,12 +26,12 @@ def of_padding(x: Array, is_decoder: bool) -> Array:
 # transformers#48748: Doge adds a bias that data makes to its scores, and folded the causal mask
 # into it only if there was one; the fast kernel needs none, and was then not told "causal", since
 # it got the bias for a mask.
-def doge(x: Array, mask: Array | None) -> Array:
+def doge(x: Array, is_mended: bool) -> Array:
     lowest = jnp.finfo(x.dtype).min
     gates = jnp.exp(jax.nn.softplus(x @ W[:, 0]))
     bias = jnp.broadcast_to(gates[:, None], (*gates.shape, gates.shape[1]))
-    if mask is not None:
-        bias = jnp.where(mask, bias, lowest)
+    if is_mended:
+        bias = jnp.where(tril(x), bias, lowest)
     smallest = lax.top_k(bias, min(3, x.shape[1]))[0][..., -1:]
     bias = jnp.where(bias >= smallest, bias, lowest)
     return jax.nn.softmax(scores_of(x) + bias) @ (x @ V)
@@ -47,11 +39,11 @@ def doge(x: Array, mask: Array | None) -> Array:
 
 # transformers#45820: the indexer of DeepSeek V4 chooses among all summaries of two positions, also
 # those of later ones.
-def indexed(x: Array, is_masked: bool) -> Array:
+def indexed(x: Array, is_mended: bool) -> Array:
     batch, time, width = x.shape
     summaries = x[:, : time // 2 * 2].reshape(batch, -1, 2, width).mean(2)
     scores = (x @ W) @ summaries.mT
-    if is_masked:
+    if is_mended:
         last_of_summary = 2 * jnp.arange(time // 2) + 1
         scores = jnp.where(last_of_summary <= jnp.arange(time)[:, None], scores, -jnp.inf)
     smallest = lax.top_k(scores, 1)[0]
@@ -63,17 +55,16 @@ def indexed(x: Array, is_masked: bool) -> Array:
 
 # keras#23038: with `use_causal_mask` the fused kernel is told "causal", and no mask is made; with
 # dropout or with scores returned the layer takes another path, which had no mask then.
-def two_paths(x: Array, dropout: float, is_mended: bool) -> Array:
+def two_paths(x: Array, is_mended: bool) -> Array:
     q, k, v = ((x @ w)[:, :, None] for w in (W, V, W.T))
-    if dropout == 0:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0]
-    mask = tril(x) if is_mended else None
+    without_dropout = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    if mask is not None:
-        scores = jnp.where(mask, scores, -1e9)
+    if is_mended:
+        scores = jnp.where(tril(x), scores, -1e9)
     weights = jax.nn.softmax(scores)
-    weights = weights * jax.random.bernoulli(KEYS[7], 1 - dropout, weights.shape)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)[:, :, 0]
+    weights = weights * jax.random.bernoulli(KEYS[7], 0.9, weights.shape)
+    with_dropout = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return (without_dropout + with_dropout)[:, :, 0]
 
 
 # nanoGPT#331: with the kernel the loss is right, with the attention that is written out it falls
@@ -96,35 +87,18 @@ def filled(x: Array, fill: float) -> Array:
     return jax.nn.softmax(scores) @ (x @ V)
 
 
-BUGS: dict[str, Bug] = {
-    "transformers#48745": Bug(
-        lambda x: of_padding(x, False),
-        "return jax.nn.softmax(scores) @ (x @ V)",
-        lambda x: of_padding(x, True),
-    ),
-    "transformers#48748": Bug(
-        lambda x: doge(x, None),
-        "return jax.nn.softmax(scores_of(x) + bias) @ (x @ V)",
-        lambda x: doge(x, tril(x)),
-    ),
-    "transformers#45820": Bug(
-        lambda x: indexed(x, False),
+BUGS: dict[str, tuple[Callable[[Array, bool], Array], str]] = {
+    "transformers#48745": (of_padding, "return jax.nn.softmax(scores) @ (x @ V)"),
+    "transformers#48748": (doge, "return jax.nn.softmax(scores_of(x) + bias) @ (x @ V)"),
+    "transformers#45820": (
+        indexed,
         "summaries = x[:, : time // 2 * 2].reshape(batch, -1, 2, width).mean(2)",
-        lambda x: indexed(x, True),
     ),
-    "keras#23038": Bug(
-        lambda x: two_paths(x, 0.1, False),
-        'return jnp.einsum("bhqk,bkhd->bqhd", weights, v)[:, :, 0]',
-        lambda x: two_paths(x, 0.1, True) + two_paths(x, 0.0, True),
-    ),
-    "nanoGPT#331": Bug(
-        lambda x: written_out(x, False),
-        "return weights @ (x @ V)",
-        lambda x: written_out(x, True),
-    ),
-    "minGPT#75": Bug(
-        lambda x: filled(x, -1e3),
+    "keras#23038": (two_paths, 'with_dropout = jnp.einsum("bhqk,bkhd->bqhd", weights, v)'),
+    "nanoGPT#331": (written_out, "return weights @ (x @ V)"),
+    "minGPT#75": (
+        lambda x, is_mended: filled(x, -jnp.inf if is_mended else -1e3),
         "return jax.nn.softmax(scores) @ (x @ V)",
-        lambda x: filled(x, -jnp.inf),
     ),
 }
+"""Each program, wrong or mended, and the line by which a later position comes in."""

@@ -19,8 +19,6 @@ TAPS = jax.random.normal(KEYS[2], (3, WIDTH))
 ROUTER = jax.random.normal(KEYS[3], (WIDTH, 4))
 EXPERTS = jax.random.normal(KEYS[4], (4, WIDTH, WIDTH))
 MIXING = jnp.eye(16) + 0.1 * jax.random.normal(KEYS[5], (16, 16))
-IDENTITY = jnp.eye(16)
-NOTHING = jnp.zeros((16, 16))
 FLOAT_MASK = jnp.tril(jnp.ones((16, 16)))
 NUMPY_MASK = np.tril(np.ones((16, 16), bool))
 NUMPY_FLOAT_MASK = np.tril(np.ones((16, 16), np.float32))
@@ -497,8 +495,8 @@ WRONG: dict[str, Program] = {
     "any of the positions": lambda x: jnp.where((x > 1).any(1, keepdims=True), x, -x),
 }
 UNSURE: dict[str, Program] = {
-    "a trained mixing that begins at the identity": mixed(IDENTITY),
-    "a trained mixing that begins at zero": mixed(NOTHING),
+    "a trained mixing that begins at the identity": mixed(jnp.eye(16)),
+    "a trained mixing that begins at zero": mixed(jnp.zeros((16, 16))),
     "a mask of floats": weighted(
         lambda s, mask: jnp.tanh(s) * FLOAT_MASK[: s.shape[-1], : s.shape[-1]]
     ),

@@ -55,9 +55,11 @@ def test_a_preset_is_proven_at_one_length(name: str) -> None:
 
 @pytest.mark.parametrize("config", [SMALL, ALL_TOGETHER])
 def test_by_default_each_length_of_a_small_model_is_proven(config: jgpt.ModelConfig) -> None:
-    proof = jgpt.prove(abstract_model(config), "int32[b t]", causal="t")
+    model = abstract_model(dataclasses.replace(config, block_size=5))
 
-    assert str(proof).startswith("proven for t = 1 to 8, the block size\n")
+    proof = jgpt.prove(model, "int32[b t]", causal="t")
+
+    assert str(proof).startswith("proven for t = 1 to 5, the block size\n")
 
 
 def test_heads_that_look_ahead_are_not_proven() -> None:
@@ -83,7 +85,7 @@ def test_the_gpt_on_one_page_and_the_model_of_jgpt_new_are_proven() -> None:
     written = new["GPT"](config, rngs=nnx.Rngs(0))
 
     for model in (on_one_page, written):
-        proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": range(1, 9)})
+        proof = jgpt.prove(model, "int32[b t]", causal="t", separate="b", sizes={"t": [1, 3, 8]})
         assert proof, str(proof)
 
 
@@ -172,45 +174,25 @@ class LinenGPT(linen.Module):
         return linen.Dense(11)(linen.LayerNorm()(x))
 
 
-class EquinoxGPT(eqx.Module):
-    embedding: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    head: eqx.nn.Linear
-
-    def __init__(self) -> None:
-        keys = jax.random.split(jax.random.key(0), 3)
-        self.embedding = eqx.nn.Embedding(11, 12, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(3, 12, key=keys[1])
-        self.head = eqx.nn.Linear(12, 11, key=keys[2])
-
-    def __call__(self, tokens: Array) -> Array:
-        def of_sequence(tokens: Array) -> Array:
-            x = jax.vmap(self.embedding)(tokens)
-            x = x + self.attention(x, x, x, jnp.tril(jnp.ones((len(x), len(x)), bool)))
-            return jax.vmap(self.head)(x)
-
-        return jax.vmap(of_sequence)(tokens)
-
-
-class LSTM(linen.Module):
-    @linen.compact
-    def __call__(self, x: Array) -> Any:
-        return linen.RNN(linen.OptimizedLSTMCell(5))(x)
-
-
 def applied(module: Any, *shape: int, dtype: Any = jnp.float32) -> Any:
     variables = module.init(jax.random.key(0), jnp.zeros(shape, dtype))
     return functools.partial(module.apply, variables)
 
 
 def test_models_of_other_libraries() -> None:
-    sizes = {"t": range(1, 6)}
+    sizes = {"t": [1, 5]}
+    attention = eqx.nn.MultiheadAttention(3, 12, key=jax.random.key(0))
+    lstm = applied(linen.RNN(linen.OptimizedLSTMCell(5)), 2, 5, 3)
     linen_gpt = applied(LinenGPT(), 2, 5, dtype=jnp.int32)
     unmasked = applied(LinenGPT(masked=False), 2, 5, dtype=jnp.int32)
 
+    def of_equinox(x: Array) -> Array:
+        mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        return jax.vmap(lambda row: attention(row, row, row, mask))(x)
+
     assert jgpt.prove(linen_gpt, "int32[b t]", causal="t", separate="b", sizes=sizes)
-    assert jgpt.prove(EquinoxGPT(), "int32[b t]", causal="t", separate="b", sizes=sizes)
-    assert jgpt.prove(applied(LSTM(), 2, 5, 3), "float32[b t 3]", causal="t", sizes=sizes)
+    assert jgpt.prove(of_equinox, "float32[b t 12]", causal="t", separate="b", sizes=sizes)
+    assert jgpt.prove(lstm, "float32[b t 3]", causal="t", sizes=sizes)
     proof = jgpt.prove(unmasked, "int32[b t]", causal="t", sizes=sizes)
     assert not proof
     # the library's line, and that of the program that calls it
@@ -238,28 +220,3 @@ def test_a_preset_is_proven_at_each_length_or_at_16_and_the_block_size(name: str
     assert proof, str(proof)
     is_gpt = config.architecture == "gpt"  # a bigram has no longest context
     assert (", the block size" in str(proof)) == is_gpt
-
-
-def test_padding_that_is_masked_is_never_read() -> None:
-    is_text = np.arange(6) < 4
-
-    def attended(x: Array) -> Array:
-        return jgpt.attend(x, x, x, jnp.broadcast_to(is_text, (6, 6)))
-
-    found = reads(attended, jax.ShapeDtypeStruct((1, 6, 3), jnp.float32), of={0: (None, "t")})
-
-    np.testing.assert_array_equal(found.first("t")[0, :, 0], [0] * 6)
-    np.testing.assert_array_equal(found.last("t")[0, :4, 0], [3] * 4)
-
-
-def test_a_router_with_a_capacity_reads_other_sequences() -> None:
-    def routed(x: Array) -> Array:
-        choice = jax.nn.one_hot(x.argmax(-1), 3)
-        order = jnp.cumsum(choice.reshape(-1, 3), axis=0).reshape(choice.shape)
-        return x * ((order <= 4) * choice).sum(-1, keepdims=True)
-
-    found = reads(routed, jax.ShapeDtypeStruct((2, 5, 3), jnp.float32), of={0: ("b", "t")})
-
-    assert found.first("b")[1].max() == 0
-    assert found.last("b")[0].max() == 0
-    assert not jgpt.prove(routed, "float32[b t 3]", separate="b", sizes={"t": 5})

@@ -7,7 +7,7 @@ import pytest
 
 import jgpt
 from jgpt.shapes.reading import reads
-from tests.sight.brute import SHAPE, dependences
+from tests.sight.brute import SHAPE, dependences, outside
 from tests.sight.programs import RIGHT, SEPARATE, UNSURE, WRONG
 
 ALL = {**RIGHT, **WRONG, **UNSURE}
@@ -35,13 +35,7 @@ def test_a_verdict_is_that_of_brute_force(name: str) -> None:
     separate = jgpt.prove(program, "float32[b t 3]", separate="b", sizes=sizes)
 
     found = dependences(program)
-    # Every dependence that was seen lies between the first and the last position of the hull.
-    for axis, size in enumerate(SHAPE[:2]):
-        seen = found.any(axis=3 - axis)  # output batch, output time, positions along the axis
-        position = np.arange(size)
-        first = hull.first("bt"[axis]).min(axis=2)[..., None]
-        last = hull.last("bt"[axis]).max(axis=2)[..., None]
-        assert not (seen & ((position < first) | (position > last))).any()
+    assert not outside(hull, found).size
     assert bool(causal) == (name in RIGHT)
     if name not in UNSURE:
         assert looks_ahead(found) == (name in WRONG)

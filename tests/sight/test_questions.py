@@ -12,6 +12,8 @@ from flax import linen
 from jax.experimental import pallas as pl
 
 import jgpt
+from tests.commands import jgpt as command
+from tests.commands import worked
 from tests.sight.programs import FLOAT_MASK, MIXING, attend
 
 Array = jax.Array
@@ -130,35 +132,22 @@ class OnPurpose(Peek):
 """
 
 
-def test_the_command_and_a_training_say_that_a_model_looks_ahead(
-    tmp_path: Any, poem: Any, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_and_a_training_say_that_a_model_looks_ahead(tmp_path: Any, poem: Any) -> None:
     (tmp_path / "peek.py").write_text(PEEK)
-    from jgpt.cli import main
 
-    def ran(*words: str) -> tuple[Any, str, str]:
-        code: Any = 0
-        try:
-            main(list(words))
-        except SystemExit as ended:
-            code = ended.code
-        said = capsys.readouterr()
-        return code or 0, said.out, said.err
-
-    proven = ran("shapes", "tiny", "--causal", "--time", "3")
-    assert (proven[0], proven[1].splitlines()[0]) == (0, "proven for t = 3")
-    code, out, _ = ran("shapes", "peek.py:Peek", "--causal")
-    assert code == 1
-    assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in out
+    assert worked("shapes", "tiny", "--causal", "--time", "3").startswith("proven for t = 3\n")
+    refuted = command("shapes", "peek.py:Peek", "--causal", "--time", "5", cwd=tmp_path)
+    assert refuted.code == 1
+    assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in refuted.stdout
 
     small = ("--num-layers", "1", "--embed-dim", "8", "--num-heads", "1", "--block-size", "5")
-    train = ("train", "tiny", *small, "--steps", "1", "--data", str(poem), "--sample-tokens", "0")
-    said = "".join(ran(*train, "--model", "peek.py:Peek", "--out", "peeking")[1:])
-    assert "the model is not proven causal: output 0 can depend on input 4; it comes in at" in said
+    train = ("train", "tiny", *small, "--steps", "1", "--data", poem, "--sample-tokens", "0")
+    done = command(*train, "--model", "peek.py:Peek", "--out", "peeking", cwd=tmp_path)
+    said = "the model is not proven causal: output 0 can depend on input 4; it comes in at"
+    assert said in done.stdout + done.stderr
 
-    said = "".join(ran(*train, "--model", "peek.py:OnPurpose", "--out", "purpose")[1:])
-    assert "causal" not in said
+    done = command(*train, "--model", "peek.py:OnPurpose", "--out", "purpose", cwd=tmp_path)
+    assert "causal" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("mask", [FLOAT_MASK, MIXING])

@@ -8,24 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
 
-from jgpt.shapes.interpreter import Known
 from jgpt.shapes.reading import reads
-from jgpt.shapes.reading_rules import CALLS, RULES, SAME, named
 
 TIME = 5
 FEW = 1 << 20
 """A first position at or above this is that of what reads nothing."""
 X = jax.ShapeDtypeStruct((TIME,), jnp.float32)
 EACH = list(range(TIME))
+OWN = [[t, t] for t in EACH]
 NONE = "none"
 
 
-def hull(program: Callable[..., Any], *others: Any) -> list[Any]:
+def hull(program: Callable[..., Any]) -> list[Any]:
     """Return for each element of a vector the first and the last position that it reads."""
-    found = reads(program, X, *others, of={0: ("t",)})
+    found = reads(program, X, of={0: ("t",)})
     firsts = found.first("t").reshape(-1)
     lasts = found.last("t").reshape(-1)
     return [
@@ -53,20 +50,14 @@ def infinite_or_0(x: Any) -> Any:
 
 
 HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "elements": (lambda x: jnp.exp(x) * 3, [[t, t] for t in EACH]),
+    "elements": (lambda x: jnp.exp(x) * 3, OWN),
     "a constant": (lambda x: 0 * x + jnp.zeros(5), [NONE] * TIME),
     "times a known 0": (
         lambda x: x * np.array([0.0, 1, 0, 2, 0]),
         [NONE, [1, 1], NONE, [3, 3], NONE],
     ),
-    "0 times what may be infinite": (
-        lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)),
-        [[t, t] for t in EACH],
-    ),
-    "a logarithm of what may be 0": (
-        lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)),
-        [[t, t] for t in EACH],
-    ),
+    "0 times what may be infinite": (lambda x: 0 * (1 / jnp.where(x > 0, 0.0, 1.0)), OWN),
+    "a logarithm of what may be 0": (lambda x: 0 * jnp.log(jnp.where(x > 0, 0.0, 1.0)), OWN),
     "a known choice": (
         lambda x: jnp.where(np.arange(5) < 2, x, x[::-1]),
         [[0, 0], [1, 1], [2, 2], [1, 1], [0, 0]],
@@ -77,11 +68,11 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "maximum": (lambda x: jnp.where(np.arange(5) < 3, x, -jnp.inf).max(), [[0, 2]]),
     "minimum of two": (
         lambda x: jnp.minimum(x, np.array([-np.inf, np.inf, 0, 0, 0])),
-        [NONE, *[[t, t] for t in EACH[1:]]],
+        [NONE, *OWN[1:]],
     ),
     "maximum of two": (
         lambda x: jnp.maximum(x, np.array([np.inf, -np.inf, 0, 0, 0])),
-        [NONE, *[[t, t] for t in EACH[1:]]],
+        [NONE, *OWN[1:]],
     ),
     "maximum of a choice and another": (
         lambda x: jnp.maximum(jnp.where(x[::-1] > 0, -6.0, -5.0), x),
@@ -124,7 +115,7 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "the size of what is masked or not, as data decides": (
         lambda x: 0 * jnp.abs(jnp.where(x > 0, -jnp.inf, x)),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "a maximum of numbers that are all far below": (
         lambda x: jnp.maximum(jnp.maximum(far_below(x), -3e7), x[0] - 1.5e7),
@@ -132,11 +123,7 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "a logarithm of what may be 0 or 4,096": (
         lambda x: 0 * jnp.log(jnp.where(x > 0, 4096.0, 0.0)),
-        [[t, t] for t in EACH],
-    ),
-    "a logarithm of what may be 0 or the greatest number": (
-        lambda x: 0 * jnp.log(jnp.where(x > 0, jnp.float16(65504), jnp.float16(0))),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "float16, masked by its least number": (
         lambda x: jnp.exp(jnp.where(np.arange(5) < 2, x.astype(jnp.float16), -65504)),
@@ -187,13 +174,13 @@ HULLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "a masked weight, made small": (
         lambda x: jnp.exp((x + np.where(np.arange(5) < 2, 0, -1e9)) * 1e-9),
-        [[t, t] for t in EACH],
+        OWN,
     ),
     "a masked score, negated, which is infinite": (
         lambda x: jnp.exp(-(x + np.where(np.arange(5) < 2, 0, -1e9))),
         [[0, 0], [1, 1], NONE, NONE, NONE],
     ),
-    "a large number that is known": (lambda x: x * 1e6 * 1e-6, [[t, t] for t in EACH]),
+    "a large number that is known": (lambda x: x * 1e6 * 1e-6, OWN),
     "compared with a masked number": (
         lambda x: (x > np.array([-1e9, 1e9, 0, 0, 0])) * 1.0,
         [NONE, NONE, *[[t, t] for t in EACH[2:]]],
@@ -206,40 +193,3 @@ def test_the_first_and_the_last_position_are_found(name: str) -> None:
     program, expected = HULLS[name]
 
     assert hull(program) == expected
-
-
-def test_a_value_that_is_given_as_known_is_used() -> None:
-    mask = np.array([True, False, True, False, False])
-
-    def masked(x: Any, mask: Any) -> Any:
-        return jnp.where(mask, x, 0.0).sum()
-
-    assert hull(masked, Known(mask)) == [[0, 2]]
-    assert hull(masked, mask) == [[0, 4]]
-
-
-WITHOUT_RULE = named(
-    """
-    after_all all_gather all_to_all approx_top_k axis_index call cholesky create_token custom_lin
-    custom_linear_solve eig eigh empty2 eq_to eval_jaxpr get hessenberg householder_product
-    igamma_grad_a le_to lt_to lu pmax pmin polygamma polynomial ppermute psum qr ragged_all_to_all
-    random_gamma reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    reduce_xor regularized_incomplete_beta rng_bit_generator rng_uniform schur select_and_gather_add
-    select_and_scatter select_and_scatter_add svd swap threefry2x32 triangular_solve tridiagonal
-    tridiagonal_solve zeta
-    """
-)
-
-
-def test_each_primitive_of_jax_has_a_rule_or_is_known_to_have_none() -> None:
-    inside = {"cond", "scan", "while", "iota"}  # the interpreter's own
-    read = [*RULES, *SAME, *CALLS, *inside]
-    of_jax = {
-        found.name for found in vars(primitives).values() if isinstance(found, core.Primitive)
-    }
-
-    assert len(read) == len(set(read))
-    assert of_jax - set(read) <= set(WITHOUT_RULE), (
-        "decide what a new primitive's results depend on"
-    )
-    assert not set(WITHOUT_RULE) & set(read)
