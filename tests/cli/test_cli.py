@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import GPT, save_hf
+from jgpt import save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
@@ -152,10 +152,7 @@ IN_A_PROCESS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("commands", [["sample"], [*IN_A_PROCESS]])
-def test_every_command_works_in_a_process_that_tests_have_not_set_up(
-    commands, run, text_file, tmp_path
-):
+def test_every_command_works_in_a_process_that_tests_have_not_set_up(run, text_file, tmp_path):
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     assert {*IN_A_PROCESS} == {*COMMANDS}
     shutil.copytree(run, tmp_path / "trained")
@@ -164,7 +161,7 @@ def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     save_hf(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
     worked("import", *IN_A_PROCESS["import"][:-1], "exportable", cwd=tmp_path)
     with typist(tmp_path) as type_in:
-        for command in commands:
+        for command in IN_A_PROCESS:
             done = type_in(command, *IN_A_PROCESS[command], stdin="So long")
             assert (done.code, done.stderr) == (0, ""), command
             assert done.stdout, command
@@ -193,16 +190,9 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     assert (done.returncode, done.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("failure", [AssertionError()])
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("train tiny", "sample r", "chat r", "eval r", "info tiny", "export r --out e"),
-        "look r --prompt a",
-    ],
-)
-def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypatch, tmp_path):
-    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=failure))
+@pytest.mark.parametrize("line", ["train tiny", "sample r", "eval r", "info tiny"])
+def test_a_platform_that_jax_does_not_have_gets_one_line(line, monkeypatch, tmp_path):
+    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=AssertionError()))
     said = refused(*line.split(), cwd=tmp_path)
     assert said == (
         f"jgpt: JAX can't use JAX_PLATFORMS={jax.config.jax_platforms} on this machine: "  # type: ignore[attr-defined]
@@ -241,21 +231,12 @@ def test_training_stops_with_a_checkpoint_when_nobody_reads_its_output(
     """As in `jgpt train ... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    endless = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
+    train = ("train", "bigram", "--data", text_file, "--out", tmp_path / "a")
+    endless = ("--steps", 1_000_000, "--eval-interval", 1_000_000, "--sample-tokens", 0)
     with open(writer, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
         with pytest.raises(SystemExit) as stopped:
-            main(
-                [
-                    "train",
-                    "bigram",
-                    "--data",
-                    str(text_file),
-                    "--out",
-                    str(tmp_path / "a"),
-                    *endless,
-                ]
-            )
+            main([str(word) for word in (*train, *endless)])
         monkeypatch.undo()
     assert stopped.value.code == 141
     (step,) = RunDirectory(tmp_path / "a").checkpoint_steps()[-1:]
@@ -323,22 +304,6 @@ def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(comman
     assert contents(tmp_path) == {command[-1]: b"of yesterday"}
 
 
-@pytest.mark.parametrize("command", ["look", "plot"])
-def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
-    command, run, tmp_path, monkeypatch
-):
-    def never(*arguments, **options):
-        raise AssertionError("computed before the folder was checked")
-
-    monkeypatch.setattr("jgpt.cli.runs.loaded_run", never)
-    monkeypatch.setattr("jgpt.runs.plots.runs_image", never)
-    picture = "nodir/a.html" if command == "look" else "nodir/a.png"
-    options = [] if command == "plot" else ["--prompt", "the"]
-    said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
-
-    assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
-
-
 @pytest.mark.slow
 def test_a_prompt_file_is_a_file(run, tmp_path):
     """Or standard input, read as a text is."""
@@ -359,54 +324,3 @@ def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     texts = said.removesuffix("\n").split("\n---------------\n")
     assert all(text.startswith("the") and len(text) == 15 for text in texts)
     assert len(set(texts)) == len(texts) == 3
-
-
-def test_only_weights_in_int8_are_quantised(run, monkeypatch):
-    sampled = []
-    monkeypatch.setattr("jgpt.nn.int8.with_int8_weights", lambda _: "quantised")
-    monkeypatch.setattr(
-        "jgpt.generation.text.stream_text", lambda model, *_, **__: sampled.append(model) or ()
-    )
-
-    def chat(model, *_, **__):
-        sampled.append(model)
-        raise ValueError("go")
-
-    monkeypatch.setattr("jgpt.generation.chat.Chat", chat)
-    for weights in ("saved", "int8"):
-        worked("sample", run, "--weights", weights)
-        assert refused("chat", run, "--weights", weights) == "jgpt: go"
-
-    assert [type(model) for model in sampled] == [GPT, GPT, str, str]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("sample", "--max-new-tokens", 3),
-        ("chat",),
-        ("look", "--prompt", "the"),
-        ("look",),
-        ("export", "--out", "exported"),
-        ("eval",),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
-    command, run, monkeypatch, tmp_path
-):
-    asked = []
-
-    def read(run, *_, which="best", **__):
-        asked.append(which)
-        raise ValueError("read")
-
-    monkeypatch.setattr("jgpt.runs.load.load", read)
-    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", read)
-    name, *options = command
-    for given in ("best", "last", "30"):
-        ask = (name, run, *options, "--checkpoint", given)
-        assert refused(*ask, cwd=tmp_path) == "jgpt: read"
-    refused(name, run, *options, cwd=tmp_path)
-
-    assert asked == ["best", "last", 30, "best"]

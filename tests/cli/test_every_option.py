@@ -269,31 +269,20 @@ def test_other_hardware_reaches_the_compiler(calls):
     assert calls["compile_ahead"]["on"] == "v5e:2x4"
 
 
-def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
-    @dataclasses.dataclass
-    class Planned:
-        parameters: int = 3
-
-    def warn(call):
-        call["progress"].warned("a warning")
-
-    calls.note("jgpt.runs.fit.plan", Planned(), during=warn)
+@pytest.mark.parametrize(
+    ("words", "called"),
+    [(("train", "tiny", "--dry-run"), "fit.plan"), (("eval", "run"), "evaluate.evaluate")],
+)
+def test_warnings_are_not_in_the_json(words, called, calls):
+    found = Evaluation(0.5, 2.0, 3.0, 7)
+    during = lambda call: call["progress"].warned("a warning")  # noqa: E731
+    calls.note(f"jgpt.runs.{called}", found, during=during)
     calls.note("jgpt.cli.report.describe", [])
-    done = jgpt("train", "tiny", "--dry-run", "--json")
-    assert json.loads(done.stdout) == {"parameters": 3}
+    done = jgpt(*words, "--json")
+
+    assert json.loads(done.stdout) == dataclasses.asdict(found)
     assert "a warning" in done.stderr
-    TYPED.setdefault("train", set()).add("--json")
-
-
-def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
-    def warn(call):
-        call["progress"].warned("a warning")
-
-    calls.note("jgpt.runs.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
-    done = jgpt("eval", "run", "--json")
-
-    assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
-    assert "a warning" in done.stderr
+    TYPED.setdefault(words[0], set()).add("--json")
 
 
 def test_the_processes_of_a_run_reach_jax(calls):
@@ -348,6 +337,7 @@ def test_sample(loaded, tmp_path):
     type_in("sample", "run", "--prompt-file", "prompt.txt", cwd=tmp_path)
     assert loaded["stream_text"]["prompts"] == ("of a file",)
     assert loaded["stream_text"]["model"] == "the model"
+    assert loaded["load"]["which"] == "best"
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,6 @@ def flags(help: str) -> list[str]:
     return [word[2:] for word in words if word.startswith("--")]
 
 
-def fields(config) -> list[str]:
-    """The names of its fields and of those of its parts."""
-    names = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            names += fields(value)
-        else:
-            names.append(field.name)
-    return names
-
-
 def test_repeating_a_list_appends():
     given = parsed(
         *("tiny", "--data", "a", "--data", "b", "c", "--trackers", "wandb"),
