@@ -171,14 +171,6 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     assert count_characters(without_first_byte, ByteTokenizer()) == 1
 
 
-@pytest.fixture
-def prepared(tmp_path):
-    """A prepared text of 300 characters, in few of them."""
-    config = write(tmp_path, "one two three\n" * 21 + "four..")
-    assert prepare(config, tmp_path / "prepared") == 300
-    return tmp_path / "prepared"
-
-
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     text = "Wer reitet so spät?\nEs ist der Vater, 🙂\n\n  mit Kind.\n" * 9
@@ -201,29 +193,25 @@ def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
     assert (out / "dataset.json").read_text().endswith("}\n")
 
 
-def holding(name, data):
-    """A damage: the file has this in it."""
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def missing(name):
-    """A damage: the file is gone."""
-    return lambda folder: (folder / name).unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "data", "message"),
     [
-        (holding("tokens.bin", bytes(299)), "has 299 bytes, not the 300 uint8 tokens"),
-        (missing("tokens.bin"), "is damaged .*tokens.bin.*: prepare it again"),
-        (holding("dataset.json", b"{}"), "is damaged .KeyError: 'dtype'.: prepare it again"),
-        (missing("tokenizer.json"), "there is no tokenizer .*tokenizer.json"),
+        ("tokens.bin", bytes(299), "has 299 bytes, not the 300 uint8 tokens"),
+        ("tokens.bin", None, "is damaged .*tokens.bin.*: prepare it again"),
+        ("dataset.json", b"{}", "is damaged .KeyError: 'dtype'.: prepare it again"),
+        ("tokenizer.json", None, "there is no tokenizer .*tokenizer.json"),
     ],
 )
-def test_damaged_prepared_data_is_rejected(prepared, damage, message):
-    damage(prepared)
+def test_damaged_prepared_data_is_rejected(tmp_path, name, data, message):
+    config = write(tmp_path, "one two three\n" * 21 + "four..")
+    prepare(config, tmp_path / "prepared")
+    file = tmp_path / "prepared" / name
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+
     with pytest.raises((ValueError, OSError), match=message):
-        load_dataset(DataConfig(data=(str(prepared),)), 8)
+        load_dataset(DataConfig(data=(str(file.parent),)), 8)
 
 
 @pytest.mark.parametrize(
