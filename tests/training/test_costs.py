@@ -6,19 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgpt import ModelConfig, TrainConfig
-from jgpt.data.batches import batches
 from jgpt.nn import loss
 from jgpt.training.memory import compile_steps
 from jgpt.training.placement import bytes_of
-from jgpt.training.state import abstract_state, dropout_stream, init_state
+from jgpt.training.state import abstract_state, dropout_stream
 from jgpt.training.step import make_eval_step, make_train_steps
 
 MODEL = ModelConfig(vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8)
 CONFIG = TrainConfig(model=MODEL, steps=7, batch_size=5, steps_per_call=3)
-TOKENS = np.arange(211, dtype=np.int32) * 7 % 11
 
 
 def test_the_whole_state_is_donated():
@@ -28,23 +25,6 @@ def test_the_whole_state_is_donated():
     assert analysis is not None
     donated = analysis.alias_size_in_bytes
     assert donated >= bytes_of(abstract_state(CONFIG))
-
-
-def test_one_program_for_a_run_and_one_for_its_evaluations():
-    steps: Any = make_train_steps(CONFIG)
-    evaluate: Any = make_eval_step(MODEL)
-    state = init_state(CONFIG)
-
-    # a whole call of three steps, and two that are cut short
-    for first, count in ((0, 3), (3, 1), (4, 2)):
-        windows = batches(TOKENS, 0, first, 3, 5, 6)
-        state, _ = steps(state, windows, dropout_stream(0), count, first)
-        counts = np.zeros((3, 5, 6), bool)
-        counts[:count] = True
-        evaluate(state["model"], windows, jnp.asarray(counts))
-
-    assert steps._cache_size() == 1
-    assert evaluate._cache_size() == 1
 
 
 def test_a_gibibyte_of_logits_is_materialised_at_most():

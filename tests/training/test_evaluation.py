@@ -1,6 +1,5 @@
 """Evaluations: of how many targets, which ones, and in calls whose number changes no bit."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,26 +78,20 @@ def test_a_part_is_whole_windows_spread_evenly(weights):
     assert loss_of_whole == pytest.approx(sums.sum() / 399, rel=1e-6)
 
 
-@pytest.fixture
-def seen(monkeypatch) -> Iterator[list[Any]]:
-    """The windows of each call, and the compiled functions."""
-    calls: list[Any] = []
+def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, monkeypatch):
+    """Seventeen batches of four windows: all at once, or five in each of four calls."""
+    seen: list[Any] = []
 
     def make(config):
         step = make_eval_step(config)
 
         def call(weights, windows, counts, total):
-            calls.append((step, windows))
+            seen.append((step, windows))
             return step(weights, windows, counts, total)
 
         return call
 
     monkeypatch.setattr(evaluation, "make_eval_step", make)
-    return calls  # type: ignore[return-value]
-
-
-def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, seen, monkeypatch):
-    """Seventeen batches of four windows: all at once, or five in each of four calls."""
     # all in one call, as the compiled function itself gives it
     in_one_call = Evaluator(SMALL, TOKENS)
     expected = in_one_call.mean(weights)
@@ -121,54 +114,6 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, se
         assert step._cache_size() == 1
 
 
-def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    def stop(done, targets):
-        if done == 240:
-            raise Stopped
-
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-    evaluator = Evaluator(SMALL, TOKENS)
-
-    with pytest.raises(Stopped):
-        evaluator.mean(weights, stop)
-
-    assert len(seen) == 2
-
-
-def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypatch):
-    events: list[str] = []
-    windows_by_number = evaluation.windows_by_number
-
-    def recorded(tokens, numbers, block_size):
-        events.append(f"read {numbers.size}")
-        return windows_by_number(tokens, numbers, block_size)
-
-    def progress(done, targets):
-        events.append(f"done {done}")
-
-    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-
-    evaluator = Evaluator(SMALL, TOKENS)
-    assert events == []
-
-    evaluator.mean(weights, progress)
-    # no more than the call that is computed and the next one
-    assert events == [
-        "read 20",
-        "done 0",
-        "read 20",
-        "done 120",
-        "read 20",
-        "done 240",
-        "read 20",
-        "done 360",
-    ]
-
-
 def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     in_one_sum = Evaluator(SMALL, TOKENS).mean(weights)
     parts = losses_by_batch(weights, batch_size=4)
@@ -183,9 +128,6 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     assert found == pytest.approx(in_one_sum, rel=1e-6)
 
 
-NINE_BATCHES = 9 * WORK_OF_A_BATCH
-
-
 class Unread:
     """A sum of losses that is still computed; converting it waits for it."""
 
@@ -198,13 +140,15 @@ class Unread:
         return np.asarray(self._total, dtype)
 
 
-def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
+def test_the_windows_of_the_next_call_alone_are_read_while_the_last_one_computes(
+    weights, monkeypatch
+):
     events: list[str] = []
     windows_by_number = evaluation.windows_by_number
 
-    def recorded(*arguments):
-        events.append("read")
-        return windows_by_number(*arguments)
+    def recorded(tokens, numbers, block_size):
+        events.append(f"read {numbers.size}")
+        return windows_by_number(tokens, numbers, block_size)
 
     def make(config):
         step = make_eval_step(config)
@@ -217,11 +161,14 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
 
     monkeypatch.setattr(evaluation, "windows_by_number", recorded)
     monkeypatch.setattr(evaluation, "make_eval_step", make)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
 
-    Evaluator(SMALL, TOKENS).mean(weights)
+    evaluator = Evaluator(SMALL, TOKENS)
+    assert events == []
+    evaluator.mean(weights)
 
-    assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
+    three_times = 3 * ["read 20", "waited", "dispatched"]
+    assert events == ["read 20", "dispatched", *three_times, "waited"]
 
 
 def test_an_evaluation_holds_no_more_rows_than_a_micro_batch(monkeypatch):

@@ -222,19 +222,20 @@ def test_a_teacher_is_not_trained():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(TEACHER), before)
 
 
-def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
+def test_an_optimizer_gets_the_gradients_before_clipping_and_losses_of_the_whole_batch():
     def downhill(config, steps):
         def update(updates, state, params=None, **extra):
             whole = jax.tree.map(lambda gradient: -gradient, extra["grad"])
-            return whole, {"value": extra["value"], "again": extra["value_fn"](params)}
+            doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
+            return whole, {"value": extra["value"], "elsewhere": extra["value_fn"](doubled)}
 
         def init(params):
-            return {"value": jnp.zeros(()), "again": jnp.zeros(())}
+            return {"value": jnp.zeros(()), "elsewhere": jnp.zeros(())}
 
         return optax.GradientTransformationExtraArgs(init, update)
 
     optimizer = OptimizerConfig(make=downhill, gradient_clip=1e-3)
-    config = dataclasses.replace(BIGRAM, optimizer=optimizer)
+    config = dataclasses.replace(BIGRAM, optimizer=optimizer, micro_batches=3)
     before = init_state(config)["model"]
     merge = model_merger(config.model)
 
@@ -246,8 +247,11 @@ def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
 
     moved = jax.tree.map(lambda new, old: old - new, after["model"], before)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), moved, gradients)
-    for value in (metrics.loss[0], *jax.tree.leaves(after["optimizer"])):
+    elsewhere = loss_of(jax.tree.map(lambda leaf: 2 * leaf, before))
+    assert abs(elsewhere - loss) > 1e-4
+    for value in (metrics.loss[0], after["optimizer"]["value"]):
         np.testing.assert_allclose(value, loss, rtol=1e-6)
+    np.testing.assert_allclose(after["optimizer"]["elsewhere"], elsewhere, rtol=1e-6)
 
 
 def test_each_device_has_the_arrays_of_an_objective():

@@ -63,10 +63,10 @@ def furthest(one: Any, other: Any) -> float:
     ("name", "mesh"),
     [
         ("lecture", None),  # with dropout
-        pytest.param("modern", None, marks=pytest.mark.slow),
-        pytest.param("lecture", ALL, marks=pytest.mark.slow),
-        pytest.param("modern", ALL, marks=pytest.mark.slow),
-        pytest.param("accumulated", "fsdp=8", marks=pytest.mark.slow),
+        ("modern", None),
+        ("lecture", ALL),
+        ("modern", ALL),
+        ("accumulated", "fsdp=8"),
     ],
 )
 def test_a_scan_trains_as_a_loop_does(name, mesh):
