@@ -18,7 +18,6 @@ from tests.browser import Page
 from tests.commands import worked
 from tests.models import compiled, random_gpt
 from tests.page.records import record_of
-from tests.page.test_page import STARTED
 from tests.runs.test_plots import CONFIGS
 
 TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
@@ -152,15 +151,6 @@ def run(trained) -> Path:
 # In a browser
 
 
-def open_page(page: Page, path: Path, width: int = 1280) -> None:
-    """Open a page, and wait until it has computed its first text."""
-    page.open("about:blank")
-    page.errors.clear()
-    page.requests.clear()
-    page.open(path, width)
-    page.run(STARTED)
-
-
 def middle_of(page: Page, element: str) -> tuple[float, float]:
     """Where the middle of an element is, which is brought into sight."""
     box = f"""(() => {{
@@ -182,12 +172,6 @@ def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     assert width > 4 * time
     cell = width / time
     return left + (key + 0.5) * cell, top + (query + 0.5) * cell
-
-
-def weight(data: dict, layer: int, head: int, query: int, key: int) -> str:
-    place = query * (query + 1) // 2 + key  # row by row, up to the diagonal
-    value = data["attention"][layer, head, place]
-    return f"{value:.4f}"
 
 
 def test_the_command_writes_a_page_that_computes(run, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import ByteTokenizer, ModelConfig, Run, evaluate, fit, load, save
+from jgpt import ByteTokenizer, ModelConfig, evaluate, fit, load, save
 from jgpt.data.batches import batches
 from jgpt.data.dataset import load_dataset
 from jgpt.nn.int8 import with_int8_weights
@@ -25,6 +25,7 @@ from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
 from jgpt.training.objective import next_token_loss
 from tests.commands import refused
+from tests.models import weights_of
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
 
 fingerprint = kill_resume.fingerprint
@@ -163,7 +164,7 @@ def test_patience_stops_says_so_and_keeps_the_best(small_run, out):
     assert progress.messages == [f"stopped at step {lines[-1]['step']} of 400: {why}"] * 2
 
 
-def test_the_first_evaluation_is_early(small_run, out, monkeypatch):
+def test_the_first_evaluation_is_early_and_the_best_model_is_the_run_s(small_run, out, monkeypatch):
     """At an eighth of the interval; then after 8 and 16 steps."""
     losses = iter([2.5, 3.0, 2.0, 2.5, 2.6])
     monkeypatch.setattr(fit_module.Evaluator, "mean", lambda *_: next(losses))
@@ -174,6 +175,11 @@ def test_the_first_evaluation_is_early(small_run, out, monkeypatch):
     assert values_of(out, "validation_loss") == {1: 2.5, 8: 3.0, 16: 2.0, 24: 2.5, 32: 2.6}
     assert run.validation_loss == 2.0
     assert RunDirectory(out).checkpoint_steps() == [16, 24, 32]
+    found, best, last = (
+        weights_of(each.model) for each in (run, load(out, which=16), load(out, which="last"))
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, best))
+    assert not jax.tree.all(jax.tree.map(jnp.array_equal, found, last))
 
 
 # --- numbers that are not finite -----------------------------------------------------------------
@@ -226,56 +232,6 @@ def test_a_model_that_gives_nan_at_once_is_to_blame_itself(small_run, out):
     fit(config, progress=None)
     with pytest.raises(FileExistsError, match="already exists"):
         fit(config, progress=None)
-
-
-def test_a_validation_loss_that_is_not_finite_keeps_the_checkpoint_before(
-    small_run, out, monkeypatch
-):
-    losses = iter([2.0, math.nan, math.nan])
-    monkeypatch.setattr(fit_module.Evaluator, "mean", lambda *_: next(losses))
-    config = with_changes(small_run, **BIGRAM, out=str(out))
-    refusal = "nan after step 8: lower `learning_rate`; checkpoint 4 is kept$"
-
-    with pytest.raises(FloatingPointError, match=refusal):
-        fit(config)
-
-
-# --- the best model ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def worsening(small_run, tmp_path_factory) -> Run:
-    """A run of averaged weights whose best model is not the last one."""
-    worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0, "ema_decay": 0.3}
-    config = with_changes(
-        small_run,
-        optimizer=worse,
-        # within a verse, with which the training text begins
-        dataset={"validation_fraction": 0.15},
-        steps=8,
-        eval_interval=2,
-        eval_tokens=50,
-        sample_tokens=60,
-        out=str(tmp_path_factory.mktemp("worsening") / "run"),
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fit_module, "draw_losses", lambda *_: None)
-        return fit(config)
-
-
-@pytest.mark.slow
-def test_the_model_of_a_run_is_its_best(worsening):
-    losses = values_of(worsening.path, "validation_loss")
-    best = min(losses, key=lambda step: losses[step])
-
-    assert list(losses) == [2, 4, 6, 8]
-    assert best < 8
-    assert worsening.validation_loss == losses[best]
-    expected = nnx.to_pure_dict(nnx.state(load(worsening.path, which=best).model))
-    model = nnx.to_pure_dict(nnx.state(worsening.model))
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, model, expected))
-    # all is evaluated, and not a part
-    assert evaluate(worsening.path).loss != pytest.approx(worsening.validation_loss, rel=1e-3)
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -452,6 +408,7 @@ def test_no_stage_of_training_holds_a_second_state(small_run, out, monkeypatch):
         assert expected[name] <= alive < 1.3 * expected[name], (name, alive / expected[name])
 
 
+@pytest.mark.slow
 def test_a_state_whose_loss_is_not_finite_is_not_kept(small_run, out):
     """The parameters are finite, of 1e15, but their loss is not: no use to resume."""
     wild = {"learning_rate": 1e15, "warmup_steps": 0, "gradient_clip": 0.0}

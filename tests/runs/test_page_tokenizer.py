@@ -194,6 +194,7 @@ def every_tokenizer(data_directory) -> dict[str, Tokenizer]:
 # --- texts ----------------------------------------------------------------------------------------
 
 CONTRACTIONS = "'s 'S 'ſ 'T 'll 'LL 'lL 're 'Ve 'd ' '' ’s 'x ſ K st ﬆ ß ẞ ss"
+SCRIPTS = "Привет 你好 世界 🙂 👨‍👩‍👧 👍🏽 🇩🇪 ❤\ufe0f \u0301 \u200d \u200f"
 PIECES = [
     *CONTRACTIONS.split(),
     *(" ", "  ", "   ", "\t", "\n", "\r\n", "\r", "\n\n \n", "\xa0", "\u2028", "\x85", "\x1c"),
@@ -202,19 +203,7 @@ PIECES = [
     *("a", "word", "words", "Word", "The", "decode", "xyzzy", "def", "self", "import", "return"),
     *("abcd", "abc", "ddd", "dddd", "aab", "e\u0301", "\u00e9", "caf\u00e9", "cafe\u0301"),
     *("ﬁ", "Å", "\u1e9b\u0323", "한국어", "\u1112\u1161\u11ab", "नमस्ते", "שָׁלוֹם", "مَرحبا"),
-    *(
-        "Привет",
-        "你好",
-        "世界",
-        "🙂",
-        "👨‍👩‍👧",
-        "👍🏽",
-        "🇩🇪",
-        "❤\ufe0f",
-        "\u0301",
-        "\u200d",
-        "\u200f",
-    ),
+    *SCRIPTS.split(),
     *(".", "..", "...", "_", "__", "!?", "->", "//", "{}", "$%", "</script>", "{{style}}"),
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|a|>"),
     *("<left>", "<right>", "<both>", "<|", " two words ", "<0xFF>", "ÿ", "Ġ", "\ud800", "\udc00"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jgpt import ModelConfig, MultiHeadAttention, TrainConfig, preset
+import jgpt
+from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.fields import to_json
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
@@ -135,35 +136,25 @@ def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gpt2", "window", "default preset"])
-def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
+def test_the_drawn_weights_are_those_of_the_forward_pass(name):
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
     config = CONFIGS[name]
     model = loud(abstract_model(config), size=0.5)
-    inputs = []
-    outputs = []
-    call = MultiHeadAttention.__call__
-
-    def spy(self, x, context=None, **options):
-        output = call(self, x, context, **options)
-        inputs.append(x)
-        outputs.append(output)
-        return output
-
-    def output_by_hand(attention, x, weights):
-        values = split_heads(attention.value(x), attention.num_kv_heads)
-        group = attention.num_heads // attention.num_kv_heads
-        values = jnp.repeat(values, group, axis=1)
-        return attention.projection(merge_heads(weights @ values))
+    paths = [f"blocks.{layer}.attention" for layer in range(len(model.blocks))]
+    inside = jgpt.capture(model, *paths, *(f"{path}_norm" for path in paths))
 
     def found_and_expected(tokens):
-        with monkeypatch.context() as patch:
-            patch.setattr(MultiHeadAttention, "__call__", spy)
-            model(tokens)
         maps = model.attention_weights(tokens)
+        captured = inside(tokens)
         found = []
-        for block, x, weights in zip(model.blocks, inputs, maps, strict=True):
-            found.append(output_by_hand(block.attention, x, weights))
-        return maps, found, outputs
+        for block, path, weights in zip(model.blocks, paths, maps, strict=True):
+            attention = block.attention
+            values = attention.value(captured[f"{path}_norm"])
+            values = split_heads(values, attention.num_kv_heads)
+            group = attention.num_heads // attention.num_kv_heads
+            values = jnp.repeat(values, group, axis=1)
+            found.append(attention.projection(merge_heads(weights @ values)))
+        return maps, found, [captured[path] for path in paths]
 
     maps, found, expected = compiled(found_and_expected, tokens_of(1))
 

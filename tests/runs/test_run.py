@@ -567,13 +567,6 @@ def test_no_run_goes_into_a_folder_of_something_else(tmp_path):
     assert contents(tmp_path) == {"notes.txt": b"mine"}
 
 
-def test_what_a_start_that_was_killed_has_left_is_no_run_s(out):
-    out.mkdir()
-    faults.leave_all(out, faults.LEFTOVERS_OF_A_START)
-    with start(out) as run:
-        assert run.restore(init)[1] == 0
-
-
 def test_the_seconds_of_a_run_go_on(trained, copy):
     seconds = json.loads((copy / "metrics.jsonl").read_text().splitlines()[-1])["seconds"]
     with start(copy, config=LONGER, resume=True) as run:

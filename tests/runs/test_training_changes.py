@@ -1,6 +1,5 @@
 """The changes of the written-out training that the documents show: each is applied and trained."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -16,7 +15,7 @@ import pytest
 
 import jgpt
 from jgpt.runs.directory import RunDirectory
-from tests.runs.test_written_out import SMALL, TEMPLATE
+from tests.runs.test_written_out import SMALL, TEMPLATE, module_of
 
 CHANGES = Path(__file__).parents[2] / "docs/changes"
 OWN_MODEL = {"masked": "bidirectional", "prefix": "prefix_model"}
@@ -43,13 +42,7 @@ def changed(tmp_path, monkeypatch, poem):
             text = text.replace(old, new)
         Path("train.py").write_text(text)
         sys.modules.pop("my_gpt", None)  # of another test
-        spec = importlib.util.spec_from_file_location("train", "train.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "train", module)
-        spec.loader.exec_module(module)
-        return module
+        return module_of("train.py")
 
     return apply
 

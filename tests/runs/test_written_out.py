@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ SMALL = {
 """Edits of the file, as a user makes them."""
 
 
+def module_of(path):
+    spec: Any = importlib.util.spec_from_file_location("train", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     """Write the file with edits, and return it as a module."""
@@ -49,12 +58,7 @@ def training(tmp_path, monkeypatch):
             text = text.replace(old, new)
         path = tmp_path / "train.py"
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location("train", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return module_of(path)
 
     return write
 
