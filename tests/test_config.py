@@ -122,16 +122,9 @@ def test_any_config_survives_json_exactly(model, learning_rate, sources, out, se
     assert to_json(again) == to_json(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
-        ('{"steps": "many"}', "`steps` must be an integer, not 'many'"),
-    ],
-)
-def test_a_mistake_in_json_is_named(text, word):
-    with pytest.raises(ValueError, match=re.escape(word)):
-        from_json(TrainConfig, text)
+def test_a_mistake_in_json_is_named():
+    with pytest.raises(ValueError, match="`steps` must be an integer, not 'many'"):
+        from_json(TrainConfig, '{"steps": "many"}')
 
 
 # counted by hand: the published models' sizes, and nanoGPT's and the lecture's own printouts

@@ -15,7 +15,7 @@ from jgpt.machine import (
     memory_limit,
 )
 from jgpt.runs.fit import plan
-from jgpt.runs.progress import Progress
+from tests.runs.harness import Heard
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,8 @@ def jax_platforms(chosen: str | None):
 def test_training_names_the_unused_gpu_before_it_starts(monkeypatch, small_run, tmp_path):
     monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = []
-
-    class Heard(Progress):
-        def warned(self, message):
-            said.append(message)
+    heard = Heard()
 
     with jax_platforms(None):
-        plan(small_run, progress=Heard())
-    assert [line for line in said if "jax[cuda12]==" in line]
+        plan(small_run, progress=heard)
+    assert [line for line in heard.messages if "jax[cuda12]==" in line]

@@ -84,18 +84,6 @@ def test_no_link_leads_to_an_address_that_is_still_to_be_filled_in():
     assert found.stdout == ""
 
 
-def test_a_wheel_has_the_files_that_are_not_python(wheel):
-    names = set(wheel.namelist())
-    assert "jgpt/py.typed" in names
-    assert "jgpt/__init__.pyi" in names
-    assert "jgpt/cli/commands/new_gpt.py.txt" in names
-    assert "jgpt/cli/commands/new_training.py.txt" in names
-    page = {path.name for path in (ROOT / "jgpt" / "page" / "browser").iterdir()}
-    assert {"page.html", "page.css", "7_start.js"} <= page
-    for name in page:
-        assert f"jgpt/page/browser/{name}" in names
-
-
 BESIDE_ANOTHER_LIBRARY = """
 import sys
 from pathlib import Path
