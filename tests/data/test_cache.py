@@ -53,6 +53,7 @@ def test_a_text_is_tokenized_once_for_new_runs_and_those_that_are_resumed(
     tokens = np.concatenate([first.train, first.validation])
     assert first.tokenizer.decode(tokens) == text.read_text()
     assert first.digest == digest_of(tokens)
+    assert first.train.dtype == (np.uint16 if kind == "bpe" else np.uint8)
 
     monkeypatch.setattr(prepared_module, "encode_each", None)
     for tokenizer in (None, first.tokenizer):

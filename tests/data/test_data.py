@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import encode
-from jgpt.data import prepared as prepared_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident, windows_by_number
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
@@ -169,28 +168,6 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     # the first of the bytes of a character is what counts, and here it is cut off
     without_first_byte = ByteTokenizer().encode("🙂é")[1:]
     assert count_characters(without_first_byte, ByteTokenizer()) == 1
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
-    text = "Wer reitet so spät?\nEs ist der Vater, 🙂\n\n  mit Kind.\n" * 9
-    config = dataclasses.replace(write(tmp_path, text), tokenizer=tokenizer, bpe_vocab_size=280)
-    direct = load_dataset(config, 8)
-    out = tmp_path / "out"
-    monkeypatch.setattr(prepared_module, "PIECE", 17)
-    total = prepare(config, out)
-    mapped = load_dataset(DataConfig(data=(str(out),)), 8)
-
-    assert type(mapped.train) is np.memmap
-    assert mapped.train.dtype == (np.uint16 if tokenizer == "bpe" else np.uint8)
-    assert np.array_equal(mapped.train, direct.train)
-    assert np.array_equal(mapped.validation, direct.validation)
-    assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
-    assert mapped.digest == direct.digest
-    assert total == len(direct.train) + len(direct.validation)
-    names = ["dataset.json", "tokenizer.json", "tokens.bin"]
-    assert sorted(path.name for path in out.iterdir()) == names
-    assert (out / "dataset.json").read_text().endswith("}\n")
 
 
 @pytest.mark.parametrize(

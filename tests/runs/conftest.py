@@ -1,5 +1,6 @@
 import dataclasses
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,12 @@ def fits_that_only_train(request, monkeypatch):
 def page():
     """A page in Chromium."""
     return shared_browser()
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """Where a test's run goes."""
+    return tmp_path / "run"
 
 
 @pytest.fixture

@@ -37,12 +37,6 @@ def values_of(run: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    """Where a test's run goes."""
-    return tmp_path / "run"
-
-
 # --- what a run is -------------------------------------------------------------------------------
 
 
@@ -117,6 +111,18 @@ def test_overwriting_starts_again_with_another_text(copy, tmp_path):
     fit(replace(config, steps=3), resume=True)
 
     assert [line["step"] for line in run.provenance()] == [0, 2]
+
+
+def test_provenance_names_the_tokens(trained, poem):
+    (line,) = RunDirectory.open(trained.path).provenance()
+    assert line["tokens_sha256"] == load_dataset(trained.config.dataset, 7).digest
+    assert line["tokens"] == len(poem.read_text())  # of characters, both splits
+    assert (line["step"], line["seed"]) == (0, trained.config.seed)
+    assert line["versions"]["jax"] == jax.__version__
+    assert line["devices"] == ["cpu"] * jax.device_count()
+    assert len(line["tokens_sha256"]) == len(line["tokenizer_sha256"]) == 64
+    assert line["command"]
+    assert (line["mesh"], line["micro_batches"], line["attention_kernel"]) == (None, 1, "xla")
 
 
 # --- stops ---------------------------------------------------------------------------------------

@@ -107,11 +107,6 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     return lines
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Any]:
     """A run of all steps, and its last state."""

@@ -21,7 +21,6 @@ import jgpt
 from jgpt.nn.models import weights_of
 from jgpt.runs.directory import RunDirectory
 from tests.commands import jgpt as command
-from tests.commands import refused
 
 TEMPLATE = Path(jgpt.__file__).parent / "cli/commands/new_training.py.txt"
 SMALL = {
@@ -213,13 +212,3 @@ def test_a_text_that_can_t_be_trained_on_ends_the_training_in_a_line(
         module.main(str(file))
 
     assert not Path(module.OUT).exists()
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_training_that_runs(tmp_path, poem):
-    done = command("new", "--training", "train.py", cwd=tmp_path)
-    assert done.code == 0
-    assert done.stdout == "wrote train.py; next: python train.py\n"
-    assert (tmp_path / "train.py").read_bytes() == TEMPLATE.read_bytes()
-    line = refused("new", "train.py", "--training", cwd=tmp_path)
-    assert "train.py already exists: choose another name" in line

