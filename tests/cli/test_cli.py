@@ -1,6 +1,5 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
-import contextlib
 import inspect
 import os
 import re
@@ -19,8 +18,7 @@ from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.fit import TrainingStopped
-from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
+from tests.commands import on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
 from tests.runs.harness import contents
@@ -212,19 +210,6 @@ def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
-    def stopped(*_, **__):
-        raise TrainingStopped(5, tmp_path / "a run")
-
-    monkeypatch.setattr("jgpt.runs.fit.fit", stopped)
-    asked = contextlib.nullcontext([130])
-    monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
-    done = jgpt("train", "tiny")
-    assert done.code == 130
-    resume = f"resume with: jgpt train --out '{tmp_path / 'a run'}' --resume"
-    assert done.stdout.splitlines()[-1] == resume
-
-
 def test_training_stops_with_a_checkpoint_when_nobody_reads_its_output(
     text_file, tmp_path, monkeypatch, capfd
 ):
@@ -284,24 +269,6 @@ def test_a_terminal_gets_no_control_characters_from_a_text(two):
     assert code == 0
     assert shown.endswith("dog␍\r\nthe\r\n")  # a terminal's own \r before each \n
     assert worked(*ask) == "dog\r\nthe\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [("plot", "--out", "losses.png"), ("look", "--prompt", "the", "--out", "look.html")],
-    ids=lambda command: command[0],
-)
-def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(command, run, tmp_path):
-    name, *options = command
-    file = tmp_path / command[-1]
-    worked(name, run, *options, cwd=tmp_path)  # compiles what is kept in files, too
-    file.write_bytes(b"of yesterday")
-    with files_of_at_most(1000):
-        said = refused(name, run, *options, cwd=tmp_path)
-
-    assert said == f"jgpt: {command[-1]} can't be written: File too large"
-    assert contents(tmp_path) == {command[-1]: b"of yesterday"}
 
 
 @pytest.mark.slow

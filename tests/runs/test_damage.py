@@ -9,6 +9,7 @@ import pytest
 
 from jgpt import evaluate, fit, load
 from tests.runs import faults
+from tests.runs.harness import contents
 
 
 @pytest.fixture
@@ -41,16 +42,18 @@ def test_a_damaged_checkpoint_can_be_deleted_to_go_on_from_the_one_before(copy, 
     assert again.metrics["loss"] == trained.metrics["loss"]
 
 
-def test_a_read_only_run_evaluates_from_anywhere(trained, run, tmp_path):
-    moved = run.rename(tmp_path / "moved")
-    for path in [moved, *moved.rglob("*")]:
+def test_a_run_is_read_wherever_it_lies_and_is_not_touched(trained, run, tmp_path):
+    moved = run.rename(tmp_path / " a%20b?c#d:e\n$HOME ~ *[f]{g}'\"|&; e\u0301 \u00e9 ")
+    paths = [moved, *moved.rglob("*")]
+    for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before = {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]}
+    before = contents(moved), [path.stat().st_mtime_ns for path in paths]
     try:
+        assert load(str(moved)).config == trained.config
         assert evaluate(moved).loss == pytest.approx(trained.validation_loss, rel=1e-6)
-        assert {path: path.stat().st_mtime_ns for path in [moved, *moved.rglob("*")]} == before
+        assert (contents(moved), [path.stat().st_mtime_ns for path in paths]) == before
     finally:
-        for path in [moved, *moved.rglob("*")]:
+        for path in paths:
             path.chmod(0o755)
 
 

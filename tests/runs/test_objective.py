@@ -39,17 +39,10 @@ class Distillation(nnx.Module):
 distillation = Distillation()
 
 
-def halved(model, tokens, rngs):
-    loss = next_token_loss(model, tokens, rngs)
-    return jgpt.Loss(loss, metrics={"mine/half": loss / 2})
-
-
 def wrong(model, tokens, rngs):
     return model(tokens[:, :-1])
 
 
-def fails(model, tokens, rngs):
-    return model.nothing
 """
 
 
@@ -140,12 +133,10 @@ def test_metrics_of_an_objective_are_in_all_places(config):
     ("name", "message"),
     [
         ("wrong", r"must return a scalar.*not float32\[5,7,"),
-        ("fails", r"'GPT' object has no attribute 'nothing'"),
         ("Distillation", r"the objective must take \(model, tokens, rngs\): "),
-        ("halve", r"no function or class 'halve' \(did you mean 'halved'\?\)"),
     ],
 )
 def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path, name, message):
-    with pytest.raises((ValueError, AttributeError), match=message):
+    with pytest.raises(ValueError, match=message):
         jgpt.fit(config, objective=f"{file}:{name}", progress=None)
     assert not (tmp_path / "run").exists()
