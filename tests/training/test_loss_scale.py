@@ -18,6 +18,7 @@ from jgpt.training.loss_scale import first_loss_scale, next_loss_scale
 from jgpt.training.objective import next_token_loss
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
+from tests.runs.harness import BIGRAM, with_changes
 from tests.training.test_step import CONFIG, TOKENS, bits
 
 
@@ -135,6 +136,7 @@ def test_a_gradient_that_no_scale_mends_ends_training():
     assert float(state["loss_scale"]["factor"]) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr("jgpt.training.loss_scale.FIRST_FACTOR", 2.0**24)  # overflows at first
     config = in_dtype("float16", small_run)
@@ -160,9 +162,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path,
 
 def test_moments_of_a_run_in_another_dtype_are_taken(small_run, tmp_path):
     """A run of a CPU that goes on in float16 begins with a scale of its own."""
-    first = dataclasses.replace(small_run, steps=4, out=str(tmp_path / "first"))
-    assert fit(first).path is not None
-    config = in_dtype("float16", small_run, out=str(tmp_path / "second"))
+    first = with_changes(small_run, **BIGRAM, steps=4, out=str(tmp_path / "first"))
+    fit(first)
+    config = in_dtype("float16", first, steps=11, out=str(tmp_path / "second"))
     run = fit(config, initial=f"{tmp_path / 'first'}@4", with_optimizer=True)
     assert lines_of(run)[-1]["loss_scale"] == 2.0**15
 
