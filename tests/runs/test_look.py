@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jgpt
 from jgpt import CharTokenizer
@@ -143,14 +142,6 @@ def test_the_page_may_ask_no_host_for_anything():
     assert not re.search(f"{addresses}|{style}|{link}", page)
 
 
-@pytest.fixture(scope="module")
-def run(trained) -> Path:
-    return trained.path
-
-
-# In a browser
-
-
 def middle_of(page: Page, element: str) -> tuple[float, float]:
     """Where the middle of an element is, which is brought into sight."""
     box = f"""(() => {{
@@ -174,14 +165,14 @@ def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     return left + (key + 0.5) * cell, top + (query + 0.5) * cell
 
 
-def test_the_command_writes_a_page_that_computes(run, tmp_path):
-    said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
+def test_the_command_writes_a_page_that_computes(trained, tmp_path):
+    said = worked("look", trained.path, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
 
     assert re.fullmatch(
         r"wrote look\.html, [\d.]+ [KM]iB: the model is in it; open it in a browser\n", said
     )
     data = json_of(tmp_path / "look.html")
-    assert data["name"] == run.name
+    assert data["name"] == trained.path.name
     assert data["text"].startswith("So")
     assert len(data["text"]) == 2 + 4
     assert data["prompt"] == 2

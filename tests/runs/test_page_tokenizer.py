@@ -53,14 +53,12 @@ def text_of_token(tokenizer: Tokenizer, token: int) -> str:
     return twice[len(alone) :]
 
 
-def in_node(
-    *asked: dict[str, Any], script: str = SCRIPT.read_text(encoding="utf-8")
-) -> list[dict[str, Any]]:
+def in_node(*asked: dict[str, Any]) -> list[dict[str, Any]]:
     """What the script answers, for one tokenizer after another, in one process."""
     assert NODE is not None
     full = [{"texts": [], "ids": [], "single": []} | each for each in asked]
     done = subprocess.run(
-        [NODE, "-e", script + DRIVER],
+        [NODE, "-e", SCRIPT.read_text(encoding="utf-8") + DRIVER],
         input=json.dumps(full),
         capture_output=True,
         text=True,
@@ -224,9 +222,8 @@ FIXED = [
 ]
 
 
-def random_texts(count: int, seed: int) -> list[str]:
+def random_texts(count: int, draw: random.Random) -> list[str]:
     """Texts of these pieces, of other code points, and of both."""
-    draw = random.Random(seed)
     real = "".join(LEARNT)
     texts = list(FIXED)
     while len(texts) < count:
@@ -277,9 +274,9 @@ def is_normalised_alike(forms: list[Any], text: str) -> bool:
     return True
 
 
-def questions_for(tokenizer: Tokenizer, count: int, seed: int, draw: random.Random) -> Any:
+def questions_for(tokenizer: Tokenizer, draw: random.Random, count: int = 400) -> Any:
     """Texts to encode, lists of tokens to decode, and single tokens."""
-    texts = random_texts(count, seed)
+    texts = random_texts(count, random.Random(1))
     forms = vocabulary_of(tokenizer).get("forms")
     if forms:
         texts = [text for text in texts if is_normalised_alike(forms, text)]
@@ -291,17 +288,16 @@ def questions_for(tokenizer: Tokenizer, count: int, seed: int, draw: random.Rand
     return {"vocabulary": vocabulary_of(tokenizer), "texts": texts, "ids": ids, "single": single}
 
 
-def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None:
+@needs_node
+def test_texts_have_the_tokens_of_python(every_tokenizer):
     """Texts encode as in Python, tokens decode as in Python, and so does any list of tokens."""
-    draw = random.Random(seed)
-    questions = []
-    for tokenizer in tokenizers.values():
-        questions.append(questions_for(tokenizer, count, seed, draw))
+    draw = random.Random(1)
+    questions = [questions_for(tokenizer, draw) for tokenizer in every_tokenizer.values()]
 
     answers = in_node(*questions)
 
-    for name, asked, answer in zip(tokenizers, questions, answers, strict=True):
-        tokenizer = tokenizers[name]
+    for name, asked, answer in zip(every_tokenizer, questions, answers, strict=True):
+        tokenizer = every_tokenizer[name]
         assert answer["size"] == tokenizer.vocab_size
         for text, found in zip(asked["texts"], answer["encoded"], strict=True):
             expected = encoded(tokenizer, text)
@@ -310,11 +306,6 @@ def check_equal(tokenizers: dict[str, Tokenizer], count: int, seed: int) -> None
             assert text == tokenizer.decode(ids), (name, ids)
         for token, text in zip(asked["single"], answer["single"], strict=True):
             assert text == text_of_token(tokenizer, token), (name, token)
-
-
-@needs_node
-def test_texts_have_the_tokens_of_python(every_tokenizer):
-    check_equal(every_tokenizer, 400, seed=1)
 
 
 @needs_node

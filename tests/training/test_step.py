@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jgpt import ModelConfig, OptimizerConfig, TrainConfig, cross_entropy
-from jgpt.data.batches import batches, evaluation_windows
+from jgpt.data.batches import batches
 from jgpt.nn import loss
 from jgpt.nn.models import abstract_model, create_model
 from jgpt.training.memory import compile_steps
@@ -177,31 +177,6 @@ def test_seeds_decide_parameters_and_dropout(train_steps, initial):
     assert bits(weights_as_dropout) != weights
     # the same parameters and batches, another dropout
     assert metrics.loss[0] != other_metrics.loss[0]
-
-
-@pytest.mark.parametrize("architecture", ["gpt", "bigram"])
-def test_an_evaluation_is_the_direct_mean_over_every_target(architecture):
-    model_config = dataclasses.replace(CONFIG.model, architecture=architecture)
-    model = create_model(model_config, rngs=nnx.Rngs(0))
-    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    windows, counts = evaluation_windows(TOKENS, 6, 4)
-    evaluate = make_eval_step(model_config)
-
-    total = evaluate(weights, jnp.asarray(windows), jnp.asarray(counts))
-
-    # each of the 210 targets once, in float64: they divide into 35 windows of 6
-    assert counts.sum() == 210
-    run_model = nnx.jit(lambda model, tokens: model(tokens))
-    expected = 0.0
-    for start in range(0, 210, 6):
-        inputs = TOKENS[start : start + 6]
-        targets = TOKENS[start + 1 : start + 7]
-        logits = run_model(model, jnp.asarray(inputs[None]))
-        logits = np.asarray(logits[0], np.float64)
-        log_sum = np.log(np.exp(logits).sum(-1))
-        losses = log_sum - logits[np.arange(6), targets]
-        expected += losses.sum()
-    assert float(total) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "loss_is_finite"), [(math.nan, False), (1e25, True)])
