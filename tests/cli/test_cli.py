@@ -50,16 +50,9 @@ def two(text_file) -> Path:
     return out
 
 
-UNREADABLE = {
-    "empty.txt": b"",
-    "binary.txt": b"plain\0binary",
-    "latin.txt": b"caf\xe9 au lait" * 100,
+FILES = {
     "short.txt": b"too short",
-    "brief.txt": b"a" * 100,
-}
-OTHER_FILES = {
     "folder/notes.txt": b"mine",
-    "page.html/notes.txt": b"mine",
     "model/config.json": b'{"model_type": "gpt2"}',
 }
 
@@ -74,7 +67,7 @@ def cases_of(name: str) -> list[tuple[str, str]]:
 def folder(run, text_file, tmp_path) -> Path:
     """What a user has: a run, a text, and much that is neither."""
     (tmp_path / "trained").symlink_to(run)
-    files = {"fox.txt": text_file.read_bytes()} | UNREADABLE | OTHER_FILES
+    files = {"fox.txt": text_file.read_bytes()} | FILES
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)

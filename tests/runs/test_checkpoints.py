@@ -72,13 +72,9 @@ def test_a_state_of_another_form_is_refused(folder, state, message, broken_reads
     assert "delete" not in str(error.value)
 
 
-BY_NAME = {fault.name: fault for fault in faults.FAULTS}
-
-
-@pytest.mark.parametrize("name", only(["cut off", "missing", "a flipped bit"], BY_NAME))
+@pytest.mark.parametrize("name", only(["cut off", "missing", "a flipped bit"], faults.FAULTS))
 def test_damage_to_any_file_of_a_checkpoint_is_named(folder, name, broken_reads):
     """Whatever is done to whatever file of the best checkpoint."""
-    fault = BY_NAME[name]
     best = folder / "2"
     victims = [path for path in best.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(victims) > 5
@@ -87,7 +83,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_named(folder, name, broken_reads)
     for victim in victims:
         said = re.escape(f"2/{victim.relative_to(best)} is ")
         with faults.undone(victim):
-            fault.apply(victim)
+            faults.FAULTS[name](victim)
             with pytest.raises(ValueError, match=said) as error:
                 load_checkpoint(folder, 2, like(2))
             assert str(error.value).endswith(advice)
@@ -96,7 +92,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_named(folder, name, broken_reads)
 
 @pytest.mark.parametrize("name", ["half of JSON", "other JSON", "not text"])
 def test_damaged_sums_are_named(folder, name):
-    BY_NAME[name].apply(folder / "2.sha256.json")
+    faults.FAULTS[name](folder / "2.sha256.json")
     with pytest.raises(ValueError, match=r"2\.sha256\.json is damaged; delete"):
         load_checkpoint(folder, "best", like(2))
 

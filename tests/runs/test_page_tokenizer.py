@@ -274,7 +274,7 @@ def is_normalised_alike(forms: list[Any], text: str) -> bool:
     return True
 
 
-def questions_for(tokenizer: Tokenizer, draw: random.Random, count: int = 400) -> Any:
+def questions_for(tokenizer: Tokenizer, draw: random.Random, count: int = 200) -> Any:
     """Texts to encode, lists of tokens to decode, and single tokens."""
     texts = random_texts(count, random.Random(1))
     forms = vocabulary_of(tokenizer).get("forms")
