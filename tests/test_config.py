@@ -80,16 +80,13 @@ def test_a_number_out_of_bounds_is_rejected_by_name():
                     KIND_OF[name](**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "meant"),
-    [(ModelConfig, "n_layer", "num_layers"), (ModelConfig, "blok_size", "block_size")],
-)
-def test_an_unknown_field_gets_a_suggestion(kind, name, meant):
-    message = f"{kind.__name__} has no field {name!r} (did you mean {meant!r}?)"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        kind(**{name: 3})
-    with pytest.raises(UnknownField, match=f"^{re.escape(message)}$"):
-        from_json(kind, json.dumps({name: 3}))
+def test_an_unknown_field_gets_a_suggestion():
+    unknown: dict[str, Any] = {"n_layer": 3}
+    message = r"^ModelConfig has no field 'n_layer' \(did you mean 'num_layers'\?\)$"
+    with pytest.raises(TypeError, match=message):
+        ModelConfig(**unknown)
+    with pytest.raises(UnknownField, match=message):
+        from_json(ModelConfig, json.dumps(unknown))
 
 
 @given(

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer
 from jgpt.data import byte_pairs as byte_pairs_module
 from jgpt.data.encode import Tokenizer, tokenizer_from_json
-from jgpt.generation.chat import START
-from tests.generation.test_chat import with_chat_tokens
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +58,6 @@ def test_bytes_round_trip_for_any_text(text):
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.decode(tokens) == text
     assert isinstance(tokenizer_from_json(tokenizer.to_json()), ByteTokenizer)
-
-
-def test_special_tokens_in_ordinary_text_are_text(byte_pairs):
-    tokenizer = with_chat_tokens(byte_pairs)
-    text = f"low{START}er" * 5000  # long enough for tiktoken
-    (special,) = tokenizer.encode(START)
-    assert tokenizer.encode(text).tolist().count(special) == 5000
-    ordinary = tokenizer.encode_ordinary(text)
-    assert special not in ordinary
-    assert ordinary.tolist() == byte_pairs.encode(text).tolist()
-    assert tokenizer.decode(ordinary) == text
-    with pytest.raises(ValueError, match="lone surrogate"):
-        tokenizer.encode_ordinary("\ud800")
 
 
 def test_a_lone_surrogate_has_bytes_but_no_byte_pairs(byte_pairs):

@@ -17,38 +17,32 @@ COMPILATION_CACHE = (
 
 
 @pytest.fixture
-def compilation_cache():
+def settings():
     """What JAX is told of it, which a test may change."""
-
-    def settings():
-        return [getattr(jax.config, name) for name in COMPILATION_CACHE]
-
-    before = settings()
-    yield settings
-    for name, value in zip(COMPILATION_CACHE, before, strict=True):
+    before = {name: getattr(jax.config, name) for name in COMPILATION_CACHE}
+    yield lambda: [getattr(jax.config, name) for name in COMPILATION_CACHE]
+    for name, value in before.items():
         jax.config.update(name, value)
 
 
-def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(
-    compilation_cache, user_cache
-):
+def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(settings, user_cache):
     jax.config.update("jax_compilation_cache_dir", None)
     enable_compilation_cache()
     warnings.warn(
         "Error writing persistent compilation cache entry for 'f': no space", stacklevel=1
     )
-    folder, seconds, size = compilation_cache()
+    folder, seconds, size = settings()
     assert Path(folder) == user_cache / "compiled" / platform.node()
     assert seconds == 0  # JAX would leave out what compiles in less than a second
     assert size == 2**30
     enable_compilation_cache()
-    assert compilation_cache() == [folder, seconds, size]
+    assert settings() == [folder, seconds, size]
 
 
-def test_a_compilation_cache_that_was_chosen_is_left_alone(compilation_cache, tmp_path):
+def test_a_compilation_cache_that_was_chosen_is_left_alone(settings, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    chosen = compilation_cache()
+    chosen = settings()
     enable_compilation_cache()
 
-    assert compilation_cache() == chosen
+    assert settings() == chosen
     assert chosen[0] == str(tmp_path)
