@@ -79,28 +79,25 @@ def test_lora_starts_from_a_run_freezes_the_rest_and_is_resumed_bitwise(trained,
     assert len(moments) == 2
 
 
-def test_weights_of_another_architecture_and_patterns_are_refused(trained, config, tmp_path):
-    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=31))
-    with pytest.raises(ValueError, match=r"another architecture: blocks.0.feed_forward.\S+ is \("):
-        jgpt.fit(wider, initial=trained.path, progress=None)
-    with pytest.raises(
-        ValueError, match=r"another architecture: blocks\.0\.feed_forward\.lora_a is a"
-    ):
-        jgpt.fit(config, model=LoRAGPT, initial=trained.path, progress=None)
-    with pytest.raises(ValueError, match=r"feed_forward\.lora_b is absent in it, .*`trainable="):
-        jgpt.fit(
-            with_changes(config, optimizer={"trainable": ("*.lora_a",)}),
-            model=LoRAGPT,
-            initial=trained.path,
-            progress=None,
-        )
-    longer = dataclasses.replace(config.model, block_size=2 * config.model.block_size)
-    with pytest.raises(
-        ValueError, match=r"of the config; with `positions='rotary'` a block has any"
-    ):
-        jgpt.fit(dataclasses.replace(config, model=longer), initial=trained.path, progress=None)
-    with pytest.raises(ValueError, match=r"`trainable=\('\*\.lora',\)` fits no parameter"):
-        jgpt.fit(with_changes(config, optimizer={"trainable": ("*.lora",)}), progress=None)
+REFUSED = [
+    ({"model": {"hidden_dim": 31}}, None, r"another architecture: blocks.0.feed_forward.\S+ is \("),
+    ({}, LoRAGPT, r"another architecture: blocks\.0\.feed_forward\.lora_a is a"),
+    (
+        {"optimizer": {"trainable": ("*.lora_a",)}},
+        LoRAGPT,
+        r"feed_forward\.lora_b is absent in it, .*`trainable=",
+    ),
+    ({"model": {"block_size": 14}}, None, r"with `positions='rotary'` a block has any"),
+    ({"optimizer": {"trainable": ("*.lora",)}}, None, r"`trainable=\('\*\.lora',\)` fits no para"),
+]
+
+
+@pytest.mark.parametrize(("changes", "model", "message"), REFUSED)
+def test_weights_of_another_architecture_and_patterns_are_refused(
+    changes, model, message, trained, config, tmp_path
+):
+    with pytest.raises(ValueError, match=message):
+        jgpt.fit(with_changes(config, **changes), model=model, initial=trained.path, progress=None)
     assert not (tmp_path / "run").exists()
 
 

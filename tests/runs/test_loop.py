@@ -94,25 +94,6 @@ def test_the_saved_config_repeats_the_run_and_shorter_calls_change_no_number(
     assert heard.steps == list(range(1, 12))  # steps_per_call is 3
 
 
-def test_overwriting_starts_again_with_another_text(copy, tmp_path):
-    """The old text's provenance would stand in the way of resuming with the new one."""
-    other = tmp_path / "new.txt"
-    other.write_text("so long lives this, and this gives life to thee " * 40)
-    config = with_changes(copy, **BIGRAM, dataset={"data": (str(other),)}, steps=2)
-    run = RunDirectory(Path(copy.out))
-
-    fit(config, overwrite=True)
-
-    assert [line["step"] for line in run.metrics()] == [1, 2]
-    assert run.checkpoint_steps() == [2]
-    (line,) = run.provenance()
-    assert line["tokens_sha256"] == load_dataset(config.dataset, 7).digest
-
-    fit(replace(config, steps=3), resume=True)
-
-    assert [line["step"] for line in run.provenance()] == [0, 2]
-
-
 def test_provenance_names_the_tokens(trained, poem):
     (line,) = RunDirectory.open(trained.path).provenance()
     assert line["tokens_sha256"] == load_dataset(trained.config.dataset, 7).digest

@@ -185,19 +185,6 @@ def test_an_average_beside_the_weights_is_the_model_to_use(out):
     assert bits(nnx.state(model)) == bits(average)
 
 
-def test_a_branch_begins_at_its_step(out):
-    with start(out) as run:
-        state, step = run.restore(init, first=40)
-        assert step == 40
-        run.log(41, loss=2.0)
-        run.save(41, state)
-    assert [line["step"] for line in lines_of(out)] == [41]
-    assert RunDirectory(out).provenance()[0]["step"] == 40
-
-    with start(out, config=dataclasses.replace(CONFIG, steps=60), resume=True) as run:
-        assert run.restore(init)[1] == 41
-
-
 def test_nothing_is_changed_before_a_state_is_made(copy, out):
     """The first line of the user's code may fail."""
     before = contents(copy)
@@ -230,6 +217,7 @@ def test_overwriting_begins_anew_and_keeps_what_is_not_the_run_s(copy):
         run.restore(init)
     left = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
     assert left == {"config.json", "lock", "provenance.jsonl", "tokenizer.json", *foreign}
+    assert [line["step"] for line in RunDirectory(copy).provenance()] == [0]
 
 
 # --- what is refused -----------------------------------------------------------------------------
