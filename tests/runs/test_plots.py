@@ -88,7 +88,6 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     runs_image(runs, "png")
 
     (figure,) = figures
-    assert figure.get_size_inches().tolist() == [15, 5.5]
     assert [axes.get_xlabel() for axes in figure.axes] == ["steps", "tokens", "seconds"]
     for axes in figure.axes:
         steps_of_five, checkpoints_of_five = five[axes.get_xlabel()]
@@ -105,8 +104,6 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
         assert colours == ["C0"] * 3 + ["C1"] * 3
     (legend,) = figure.legends
     assert texts_of(legend.get_texts()) == ["five", "two"]
-    assert "mean of 2% of the steps" in legend.get_title().get_text()
-    assert "loss" in figure.axes[0].get_ylabel()
 
 
 def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_path):

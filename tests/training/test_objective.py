@@ -56,33 +56,15 @@ def test_the_built_in_objective_given_by_hand_is_the_same_program(micro_batches)
     assert lowered(other) != lowered(config)
 
 
-@pytest.mark.slow
-def test_micro_batches_and_their_metrics_are_averaged():
+def test_metrics_of_micro_batches_are_averaged():
     def objective(model, tokens, rngs):
-        loss = next_token_loss(model, tokens, rngs)
-        return Loss(loss, {"first/token": tokens[0, 1]})
+        return Loss(next_token_loss(model, tokens, rngs), {"first/token": tokens[0, 1]})
 
     config = dataclasses.replace(BIGRAM, micro_batches=2, objective=objective)
-    merge = model_merger(BIGRAM.model)
-    weights = init_state(BIGRAM)["model"]
+    _, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
 
-    def loss_of(weights, tokens):
-        return next_token_loss(merge(weights), tokens)
-
-    differentiate = jax.value_and_grad(loss_of)
-    first_loss, first_gradients = differentiate(weights, TOKENS[:3])
-    second_loss, second_gradients = differentiate(weights, TOKENS[3:])
-    gradients = jax.tree.map(lambda a, b: (a + b) / 2, first_gradients, second_gradients)
-
-    steps = make_train_steps(config)
-    _, metrics = steps(init_state(config), TOKENS[None], KEY, 1, 0)
-
-    np.testing.assert_allclose(metrics.loss, [(first_loss + second_loss) / 2], rtol=1e-6)
-    np.testing.assert_allclose(metrics.gradient_norm, [optax.tree.norm(gradients)], rtol=1e-5)
     first_tokens = (TOKENS[0, 1] + TOKENS[3, 1]) / 2
     np.testing.assert_allclose(metrics.extra["first/token"], [first_tokens], rtol=1e-6)
-    # the control: one micro-batch alone has another loss
-    assert abs(first_loss - second_loss) > 1e-4
 
 
 TEACHER = loud(abstract_model(CONFIG.model))  # each worker imports this, so nothing is compiled

@@ -249,14 +249,10 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     """Its own state is on disk as before: clipping adds none."""
     weights: Any = {"v": jnp.array([3.0, 4.0])}
     gradients: Any = {"v": jnp.array([6.0, 8.0])}
-    updates: Any
-    unclipped: Any
-    average: Any
-    state: Any
     config = OptimizerConfig(make=mine, gradient_clip=5.0)
-    clipping = make_optimizer(config, 9)
-    plain = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
-    averaging = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
+    clipping: Any = make_optimizer(config, 9)
+    plain: Any = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
+    averaging: Any = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
 
     state = clipping.init(weights)
     updates, _ = clipping.update(gradients, state, weights)
