@@ -59,16 +59,6 @@ def test_a_new_directory_takes_no_full_folder_s_and_no_file_s_place(tmp_path, ta
         directory.__enter__()
 
 
-def test_of_two_that_make_one_directory_the_second_hears_of_it(tmp_path):
-    out = tmp_path / "out"
-    with new_directory(out) as partial:
-        (partial / "file").touch()
-        with pytest.raises(BlockingIOError, match="out is in use by another process"):
-            new_directory(out).__enter__()
-
-    assert names(tmp_path) == ["out", "out/file"]
-
-
 def test_a_file_is_replaced_as_a_whole_through_its_links(tmp_path):
     write_file(tmp_path / "file", "old")
     (tmp_path / "link").symlink_to("file")

@@ -87,16 +87,7 @@ OF_ARRAYS: dict[str, Callable[[Array], bool]] = {
 }
 
 
-def planted(ask: Callable[[Any], bool]) -> Callable[..., Any]:
-    @jgpt.typed
-    def wrong(x: Float[Array, "rows"]) -> Float[Array, "rows"]:
-        is_asked = ask(x.shape[0])
-        return x[:-1] if is_asked else x
-
-    return wrong
-
-
-def asks_shape(ask: Callable[[Array], bool]) -> Callable[..., Any]:
+def planted(ask: Callable[[Array], bool]) -> Callable[..., Any]:
     @jgpt.typed
     def wrong(x: Float[Array, "rows"]) -> Float[Array, "rows"]:
         return x[:-1] if ask(x) else x
@@ -104,8 +95,8 @@ def asks_shape(ask: Callable[[Array], bool]) -> Callable[..., Any]:
     return wrong
 
 
-FALSE = {name: planted(ask) for name, ask in ASKED.items()}
-FALSE |= {f"of an array: {name}": asks_shape(ask) for name, ask in OF_ARRAYS.items()}
+FALSE = {name: planted(lambda x, ask=ask: ask(x.shape[0])) for name, ask in ASKED.items()}
+FALSE |= {f"of an array: {name}": planted(ask) for name, ask in OF_ARRAYS.items()}
 
 
 @pytest.mark.parametrize("name", FALSE)

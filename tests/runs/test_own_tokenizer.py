@@ -117,13 +117,3 @@ def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(tmp_path):
         jgpt.fit(second, dataset=dataset_of(), initial=path_of(first), progress=None)
 
     assert not (tmp_path / "second").exists()
-
-
-def test_a_run_goes_on_with_the_tokenizer_that_it_began_with_alone(tmp_path):
-    jgpt.fit(config_in(tmp_path), dataset=dataset_of(), progress=None)
-    longer = config_in(tmp_path, steps=7)
-    other = dataset_of(jgpt.CharTokenizer("\nab"))
-
-    with pytest.raises(ValueError, match="the dataset has another tokenizer than"):
-        jgpt.fit(longer, dataset=other, progress=None, resume=True)
-    jgpt.fit(longer, dataset=dataset_of(), progress=None, resume=True)

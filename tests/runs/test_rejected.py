@@ -74,6 +74,9 @@ REASONS = {
     "resume from a damaged checkpoint": Reason("SHA-256 does not match", arrange=damage),
     "resume on a full disk": Reason("1,000 bytes free", arrange=full_disk),
     "overwrite with a model that is not made": Reason("it is not made", {"model": NotMade}),
+    "overwrite with a model that is not applied": Reason(
+        "it is not applied", {"model": NotApplied}
+    ),
     "overwrite with an optimizer that is not applied": Reason(
         "it is not updated", {"optimizer": not_updated}
     ),
@@ -106,11 +109,3 @@ def bytes_of_run(folder: Path) -> dict[str, bytes | None]:
     found = contents(folder)
     found.pop("lock", None)
     return found
-
-
-@pytest.mark.parametrize("make", [NotMade, NotApplied])
-def test_a_new_start_that_is_rejected_leaves_nothing(small_run, tmp_path, make):
-    config = dataclasses.replace(small_run, out=str(tmp_path / "runs" / "new"))
-    with pytest.raises(RuntimeError):
-        fit(config, model=make, progress=None)
-    assert not list(tmp_path.iterdir())
