@@ -15,7 +15,7 @@ from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import digest_of
-from tests.data.files import write
+from tests.data.files import SLOW_AFTER, write
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # a folder of scripts, which pyright doesn't know
@@ -155,26 +155,15 @@ def test_tokens_that_no_run_has_opened_for_a_month_are_deleted_unless_they_are_l
     assert not list(cache.glob("*.lock"))
 
 
-CODE = """
-import sys, time, platformdirs
-platformdirs.user_cache_dir = lambda *_: sys.argv[2]
-from jgpt import DataConfig
-from jgpt.data import dataset, prepared
-prepared.SECONDS_BETWEEN_SAVES = 0.0
-prepared.PIECE = 5000
-chunks = prepared.text_chunks
-def slowly(*arguments, **options):
-    for number, chunk in enumerate(chunks(*arguments, **options)):
-        if number > 7:
-            time.sleep(600)
-        yield chunk
-prepared.text_chunks = slowly
-dataset.load_dataset(DataConfig((sys.argv[1],), tokenizer="byte"), 8)
+CODE = f"""{SLOW_AFTER}
+import platformdirs
+platformdirs.user_cache_dir = lambda *_: sys.argv[3]
+dataset.load_dataset(DataConfig((sys.argv[2],), tokenizer="byte"), 8)
 """
 
 
 def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, user_cache):
-    command = [sys.executable, "-c", CODE, str(text), str(user_cache)]
+    command = [sys.executable, "-c", CODE, "7", str(text), str(user_cache)]
     said = []
 
     def done():

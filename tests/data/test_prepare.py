@@ -19,24 +19,12 @@ from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
 from tests.commands import files_of_at_most, refused, worked
+from tests.data.files import SLOW_AFTER
 from tests.disk import Disk
 
-CODE = """
-import sys, time
-from pathlib import Path
-from jgpt import DataConfig
-from jgpt.data import prepared
-prepared.SECONDS_BETWEEN_SAVES = 0.0
-prepared.PIECE = 5000
-chunks = prepared.text_chunks
-def slowly(files, size, **how):
-    for number, chunk in enumerate(chunks(files, size, **how)):
-        if number > 40 and size == 5000:
-            time.sleep(600)
-        yield chunk
-prepared.text_chunks = slowly
-config = DataConfig((sys.argv[1],), sys.argv[2], 300)
-prepared.prepare(config, Path(sys.argv[3]))
+CODE = f"""{SLOW_AFTER}
+config = DataConfig((sys.argv[2],), sys.argv[3], 300)
+prepared.prepare(config, Path(sys.argv[4]))
 """
 
 
@@ -68,7 +56,7 @@ def encoded(monkeypatch):
 def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     out = tmp_path / "out"
     config = DataConfig((str(text),), tokenizer="bpe", bpe_vocab_size=300)
-    process = subprocess.Popen([sys.executable, "-c", CODE, text, "bpe", out])
+    process = subprocess.Popen([sys.executable, "-c", CODE, "40", text, "bpe", out])
     done_files: list[Path] = []
     deadline = time.monotonic() + 120
     try:

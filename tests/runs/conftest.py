@@ -7,7 +7,6 @@ import pytest
 from jgpt import TrainConfig
 from jgpt.runs import fit as fit_module
 from jgpt.runs import run as run_module
-from tests.browser import shared_browser
 
 LONG = 1e9
 
@@ -33,12 +32,6 @@ def fits_that_only_train(request, monkeypatch):
         return
     monkeypatch.setattr(fit_module, "draw_losses", lambda *_: None)
     monkeypatch.setattr(fit_module, "release_memory", lambda: None)
-
-
-@pytest.fixture(scope="module")
-def page():
-    """A page in Chromium."""
-    return shared_browser()
 
 
 @pytest.fixture

@@ -35,19 +35,9 @@ def figures(monkeypatch):
     return figures
 
 
-STYLES = {("-", "full"): "line", ("None", "full"): "dots"}
-"""Of lines and fillings, as matplotlib names them."""
-
-
 def lines_of(axes):
-    """Each line's places and heights, and what it is drawn with: a line or dots."""
-    lines = []
-    for line in axes.get_lines():
-        style = STYLES[line.get_linestyle(), line.get_fillstyle()]
-        places = line.get_xdata().tolist()
-        heights = line.get_ydata().tolist()
-        lines.append((places, heights, style))
-    return lines
+    """Each line's places and heights."""
+    return [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.get_lines()]
 
 
 def texts_of(labels):
@@ -93,12 +83,12 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
         steps_of_five, checkpoints_of_five = five[axes.get_xlabel()]
         steps_of_two, checkpoints_of_two = two[axes.get_xlabel()]
         assert lines_of(axes) == [
-            (steps_of_five, LOSSES, "line"),
-            (steps_of_five, [3.5, 3.0, 2.0, 1.5], "line"),
-            (checkpoints_of_five, [3.5, 2.5], "dots"),
-            (steps_of_two, LOSSES[:2], "line"),
-            (steps_of_two, [3.5, 3.5], "line"),
-            (checkpoints_of_two, [3.5], "dots"),
+            (steps_of_five, LOSSES),
+            (steps_of_five, [3.5, 3.0, 2.0, 1.5]),
+            (checkpoints_of_five, [3.5, 2.5]),
+            (steps_of_two, LOSSES[:2]),
+            (steps_of_two, [3.5, 3.5]),
+            (checkpoints_of_two, [3.5]),
         ]
         colours = [line.get_color() for line in axes.get_lines()]
         assert colours == ["C0"] * 3 + ["C1"] * 3
@@ -117,7 +107,7 @@ def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_pa
     metric_image(runs, "norms", "png")
 
     (axes,) = figures[0].axes
-    drawn = [(steps, values) for steps, values, _ in lines_of(axes)[::2]]  # beside their means
+    drawn = lines_of(axes)[::2]  # beside their means
     assert drawn == [
         ([2, 4], [0.0, 0.0]),
         ([2, 4], [4.0, 8.0]),
