@@ -24,7 +24,6 @@ from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
 from jgpt.training.objective import next_token_loss
-from tests.commands import refused
 from tests.models import weights_of
 from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
 
@@ -393,24 +392,17 @@ def test_a_state_whose_loss_is_not_finite_is_not_kept(small_run, out):
     assert all(math.isfinite(line["loss"]) for line in RunDirectory(out).metrics())
 
 
-@pytest.mark.slow
-def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, out):
+def test_weights_that_are_not_finite_are_not_evaluated_or_quantised(poem, out):
     config = ModelConfig(vocab_size=256, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     kernel = model.blocks[0].feed_forward.expansion.kernel
     kernel[...] = kernel[...].at[2, 3].set(jnp.nan)
     save(model, out, tokenizer=ByteTokenizer(), config=config)
-    training = with_changes(RunDirectory(out).config(), dataset={"data": (str(poem),)}, steps=2)
 
-    for weights in ("saved", "int8"):
-        line = refused("sample", out, "--weights", weights, "--max-new-tokens", 3)
-        assert "not finite" in line
     with pytest.raises(FloatingPointError, match=r"expansion\.kernel is not finite"):
         with_int8_weights(model)
     with pytest.raises(FloatingPointError, match=r"loss of .*run is nan: it has diverged"):
-        evaluate(out)
-    with pytest.raises(FloatingPointError, match="loss is nan at step 1 "):
-        fit(training, resume=True, progress=None)
+        evaluate(out, data=str(poem))
 
 
 def test_a_small_text_is_on_the_device_and_no_window_is_read_in_vain(small_run, out, monkeypatch):
