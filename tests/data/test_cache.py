@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import prepared as prepared_module
@@ -189,29 +188,6 @@ def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, use
 
 
 # --- parts of a text -----------------------------------------------------------------------------
-
-
-def spaced(prepend):
-    """A tokenizer that puts a space before each text, as Llama's does."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
-    steps = [tokenizers.normalizers.Replace(" ", "▁")]
-    if prepend:
-        steps.insert(0, tokenizers.normalizers.Prepend("▁"))
-    backend.normalizer = tokenizers.normalizers.Sequence(steps)
-    return BPETokenizer(backend)
-
-
-@pytest.mark.parametrize("prepend", [True, False])
-def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch, prepend):
-    """Also of a tokenizer for which each text begins with a space."""
-    tokenizer = spaced(prepend)
-    text = "a a aa a " * 99
-    path = write(tmp_path, "a.txt", text)
-    monkeypatch.setattr(prepared_module, "PIECE", 17)
-    dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
-
-    assert [*dataset.train, *dataset.validation] == tokenizer.encode(text).tolist()
-    assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
 
 
 @pytest.mark.parametrize("size", [17, 1 << 14])

@@ -139,13 +139,6 @@ def test_a_wrong_objective_is_refused_in_one_line(message):
     assert "\n" not in str(caught.value)
 
 
-def squares(call) -> jax.Array | None:
-    """The mean square of what a block's MLP receives."""
-    if call.path.endswith("feed_forward"):
-        return jnp.square(call.arguments["x"]).mean()
-    return None
-
-
 TRANSFORMED = (
     {"remat": True},
     {"scan_layers": True, "num_layers": 3},
@@ -154,9 +147,11 @@ TRANSFORMED = (
 
 
 def keeping_values_of_blocks(model, tokens, rngs):
+    """With the mean squares of what the MLPs receive."""
+
     def watch(call):
-        if (value := squares(call)) is not None:
-            call.keep(value)
+        if call.path.endswith("feed_forward"):
+            call.keep(jnp.square(call.arguments["x"]).mean())
 
     with jgpt.watching(watch) as kept:
         loss = next_token_loss(model, tokens, rngs)

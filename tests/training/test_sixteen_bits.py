@@ -16,13 +16,8 @@ from jgpt.training.optimizer import make_optimizer, trained_weights
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
 
-CONFIG = TrainConfig(
-    model=ModelConfig(
-        vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, param_dtype="bfloat16"
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0),
-    steps=12,
-    batch_size=5,
+MODEL = ModelConfig(
+    vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, param_dtype="bfloat16"
 )
 
 
@@ -35,8 +30,7 @@ def dtypes_of(tree):
 
 
 def test_an_average_of_weights_is_float32_and_what_is_trained_is_not():
-    optimizer = dataclasses.replace(CONFIG.optimizer, ema_decay=0.9)
-    state = abstract_state(dataclasses.replace(CONFIG, optimizer=optimizer))
+    state = abstract_state(TrainConfig(MODEL, OptimizerConfig(ema_decay=0.9)))
 
     trained = jax.eval_shape(trained_weights, state["model"], state["optimizer"])
 
@@ -89,7 +83,7 @@ def test_the_head_s_gradients_over_chunks_are_summed_in_float32():
 
 def test_embeddings_are_widened_before_they_are_added():
     """In an eager call too, where no compiler leaves a rounding out."""
-    model = GPT(CONFIG.model, rngs=nnx.Rngs(0))
+    model = GPT(MODEL, rngs=nnx.Rngs(0))
     tokens = jnp.array([[3, 1, 4]])
     table = np.asarray(model.token_embedding.embedding[...], np.float32)
     positions = np.asarray(model.position_embedding.embedding[...], np.float32)  # type: ignore[union-attr]
@@ -106,7 +100,7 @@ def test_embeddings_are_widened_before_they_are_added():
 
 
 def test_n_grams_are_summed_in_float32():
-    config = dataclasses.replace(CONFIG.model, ngram_sizes=(2, 3, 4), ngram_rows=64)
+    config = dataclasses.replace(MODEL, ngram_sizes=(2, 3, 4), ngram_rows=64)
     ngrams = NGramEmbedding(config, rngs=nnx.Rngs(0))
     tokens = jnp.array([[3, 1, 4, 1, 5]])
     table = np.asarray(ngrams.table.embedding[...], np.float32)

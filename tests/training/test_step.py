@@ -298,15 +298,9 @@ def test_a_step_and_an_evaluation_hold_the_logits_of_one_chunk(monkeypatch):
     evaluation = jax.make_jaxpr(evaluate)(state["model"], windows, counts)
 
     for program in (step, evaluation):
-        rows = rows_of_the_vocabulary(str(program))
+        # of how many rows of 11 numbers its arrays are
+        rows = set()
+        for leading in re.findall(r"f32\[((?:\d+,)*)11\]", str(program)):
+            rows.add(math.prod(int(size) for size in re.findall(r"\d+", leading)))
         assert 10 in rows  # two positions of five sequences
         assert max(rows) == 10
-
-
-def rows_of_the_vocabulary(program: str) -> set[int]:
-    """How many rows of 11 numbers the arrays of a program have."""
-    rows = set()
-    for leading in re.findall(r"f32\[((?:\d+,)*)11\]", program):
-        sizes = re.findall(r"\d+", leading)
-        rows.add(math.prod(int(size) for size in sizes))
-    return rows
