@@ -12,6 +12,7 @@ from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator, targets_of
 from jgpt.training.state import init_state
 from jgpt.training.step import make_eval_step
+from tests.runs.harness import Unread
 
 TOKENS = np.random.default_rng(3).integers(0, 11, 400).astype(np.uint16)
 SMALL = TrainConfig(
@@ -105,18 +106,6 @@ def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
     total = sum(float(part) for part in parts)  # Python's numbers are float64
     assert found == total / 399
     assert found == pytest.approx(in_one_sum, rel=1e-6)
-
-
-class Unread:
-    """A sum of losses that is still computed; converting it waits for it."""
-
-    def __init__(self, total: Any, events: list[str]) -> None:
-        self._total = total
-        self._events = events
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        self._events.append("waited")
-        return np.asarray(self._total, dtype)
 
 
 def test_the_windows_of_the_next_call_alone_are_read_while_the_last_one_computes(
