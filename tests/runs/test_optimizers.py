@@ -61,12 +61,8 @@ def noisy(config: jgpt.OptimizerConfig, steps: int) -> Any:
     return optax.GradientTransformation(lambda params: jax.random.key(3), update)
 
 
-def every_other(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    return optax.MultiSteps(optax.adam(config.learning_rate), every_k_schedule=2)
-
-
 MAKES = {make.__name__: make for make in (plateau, lbfgs, schedule_free, mup)}
-OF_ONE_ARRAY = {make.__name__: make for make in (scaled, counted, noisy, every_other)}
+OF_ONE_ARRAY = {make.__name__: make for make in (scaled, counted, noisy)}
 """Those whose state is one array, or none."""
 
 
