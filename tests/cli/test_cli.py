@@ -1,6 +1,8 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
+import dataclasses
 import inspect
+import json
 import os
 import re
 import shlex
@@ -17,7 +19,11 @@ from jgpt import save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
+from jgpt.generation.text import stream_text
+from jgpt.parallel.mesh import current_mesh
 from jgpt.runs.directory import RunDirectory
+from jgpt.runs.evaluate import evaluate
+from jgpt.runs.load import load
 from tests.commands import on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
@@ -284,3 +290,41 @@ def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     texts = said.removesuffix("\n").split("\n---------------\n")
     assert all(text.startswith("the") and len(text) == 15 for text in texts)
     assert len(set(texts)) == len(texts) == 3
+
+
+def test_eval_prints_what_was_measured(trained):
+    found = evaluate(trained.path)
+    run = trained.path
+    assert found.loss == pytest.approx(trained.validation_loss, rel=1e-6)
+    lines = worked("eval", run).splitlines()
+    said = [float(re.findall(r"\d[\d.]*", line)[0]) for line in lines]
+    expected = (found.loss, found.perplexity, found.bits_per_character)
+    assert said == pytest.approx(expected, abs=6e-4)
+    assert f" {found.tokens:,} " in lines[0]
+    assert json.loads(worked("eval", run, "--json")) == dataclasses.asdict(found)
+
+
+@pytest.mark.slow
+def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
+    said = []
+    meshes = []
+
+    def heard(call):
+        def wrapper(*arguments, **options):
+            meshes.append(dict(current_mesh().shape))
+            return call(*arguments, **options)
+
+        return wrapper
+
+    monkeypatch.setattr("jgpt.runs.load.load", heard(load))
+    monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
+    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", heard(evaluate))
+    for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
+        ask = (trained.path, *mesh)
+        text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
+        said.append((text, json.loads(worked("eval", *ask, "--json"))))
+    assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3
+    (text, alone), (same, together) = said
+    assert text == same
+    assert alone["tokens"] == together["tokens"]
+    assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from jgpt.runs import checkpoints
 from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
+from jgpt.runs.progress import LineProgress, Progress, default_progress
 from jgpt.training.objective import next_token_loss
 from tests.models import weights_of
 from tests.runs.harness import BIGRAM, Heard, Unread, kill_resume, with_changes
@@ -394,3 +396,12 @@ def test_a_small_text_is_on_the_device_and_no_window_is_read_in_vain(small_run, 
 
     assert all(on_device)
     assert sum(counts) == 2
+
+
+def test_a_terminal_has_a_line_and_a_file_nothing(monkeypatch):
+    for is_terminal, kind in ((True, LineProgress), (False, Progress)):
+        stream = types.SimpleNamespace(isatty=lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert type(default_progress()) is kind
+    monkeypatch.setattr(sys, "stderr", None)
+    assert type(default_progress()) is Progress
