@@ -45,17 +45,6 @@ def run(trained) -> Path:
     return trained.path
 
 
-@pytest.fixture(scope="module")
-def two(text_file) -> Path:
-    """A run of bytes, which can be any character."""
-    out = text_file.parent / "two"
-    worked(
-        *("train", "bigram", "--data", text_file, "--tokenizer", "byte", "--out", out),
-        *("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0),
-    )
-    return out
-
-
 FILES = {
     "short.txt": b"too short",
     "folder/notes.txt": b"mine",
@@ -261,8 +250,11 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
     assert "a␛[31m�␇ is not a run" in said
 
 
-def test_a_terminal_gets_no_control_characters_from_a_text(two):
-    ask = ("sample", two, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
+def test_a_terminal_gets_no_control_characters_from_a_text(text_file, tmp_path):
+    """Of a run of bytes, which can be any character."""
+    given = ("--data", text_file, "--tokenizer", "byte", "--out", tmp_path, "--sample-tokens", 0)
+    worked("train", "bigram", *given, "--steps", 1)
+    ask = ("sample", tmp_path, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
     code, shown = on_terminal(80, *ask)
 
     assert code == 0

@@ -1,6 +1,5 @@
 """A batch is a function of the tokens, the seed and the step; an evaluation sees all once."""
 
-import dataclasses
 import hashlib
 import math
 import re
@@ -20,6 +19,7 @@ from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
 from jgpt.data.prepared import digest_of, prepare
 from jgpt.parallel.mesh import make_mesh
+from tests.data.files import write
 
 COUNTING = np.arange(1013, dtype=np.int32)
 """Each token is its own position, so that a window shows where it was cut."""
@@ -108,11 +108,6 @@ def test_an_evaluation_covers_each_target_exactly_once(length, block_size, batch
     assert in_order[..., 1:][counts].all()
 
 
-def write(folder, text, name="input.txt"):
-    (folder / name).write_text(text, newline="")
-    return DataConfig(data=(str(folder / name),))
-
-
 def test_tiny_shakespeare_splits_as_in_the_lecture(data_directory):
     halves = DataConfig(data=("shakespeare",), validation_fraction=0.05, test_fraction=0.05)
 
@@ -137,8 +132,8 @@ def test_what_is_held_out_for_the_test_is_not_trained_on(tmp_path, length, held_
     """0.01 + 0.06 is less than 0.07 as floats, which would train on another token."""
     text = "abcdefghij" * (length // 10) + "k" * (length % 10)
     validation_fraction, test_fraction = held_out
-    config = dataclasses.replace(
-        write(tmp_path, text),
+    config = DataConfig(
+        (write(tmp_path, "a.txt", text),),
         tokenizer="byte",
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
@@ -180,8 +175,8 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     ],
 )
 def test_damaged_prepared_data_is_rejected(tmp_path, name, data, message):
-    config = write(tmp_path, "one two three\n" * 21 + "four..")
-    prepare(config, tmp_path / "prepared")
+    path = write(tmp_path, "a.txt", "one two three\n" * 21 + "four..")
+    prepare(DataConfig((path,)), tmp_path / "prepared")
     file = tmp_path / "prepared" / name
     file.unlink()
     if data is not None:
@@ -196,7 +191,7 @@ def test_damaged_prepared_data_is_rejected(tmp_path, name, data, message):
 )
 def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens):
     """A tenth of the text is the validation split."""
-    config = write(tmp_path, "a" * characters)
+    config = DataConfig((write(tmp_path, "a.txt", "a" * characters),))
     message = (
         f"the {split} split has {tokens} tokens, too few for one block of 16 and its targets: use "
         "more text or a smaller `block_size`"

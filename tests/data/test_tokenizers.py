@@ -128,13 +128,6 @@ def quick(byte_pairs, data_directory) -> list[BPETokenizer]:
     return [trained, from_hf(byte_pairs, added_tokens=[end]), gpt2]
 
 
-def both(tokenizer, text):
-    """The tokens by tiktoken and by tokenizers."""
-    assert tokenizer.fast is not None
-    with mock.patch.object(byte_pairs_module, "LONG_TEXT", 0):
-        return tokenizer.encode(text).tolist(), tokenizer._backend.encode(text).ids
-
-
 WORDS = ["a", "aa", "'s", "'", "'re", "ll", "A", "é", "e\u0301", "ß", "中", "\u0661", "1", "23"]
 PIECES = st.sampled_from([*WORDS, "½", "²", ".", "..", "__", "🙂", "\u200d"])
 SPACES = st.sampled_from(["", " ", "  ", "\n", "\r\n", "\t", "\xa0", "\u2028", "\x85", "\x1c"])
@@ -146,8 +139,10 @@ PARTS = st.one_of(PIECES, SPACES, st.text(max_size=5), st.just("<|endoftext|>"))
 @example("a" * 999 + " " * 999 + "x")
 def test_tiktoken_gives_the_same_tokens(quick, text):
     for tokenizer in quick:
-        fast, slow = both(tokenizer, text)
-        assert fast == slow
+        assert tokenizer.fast is not None
+        with mock.patch.object(byte_pairs_module, "LONG_TEXT", 0):
+            fast = tokenizer.encode(text).tolist()
+        assert fast == tokenizer._backend.encode(text).ids
 
 
 def test_long_words_are_learnt_from_in_parts():

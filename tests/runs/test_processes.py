@@ -48,11 +48,6 @@ def environment(devices: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def processes(
     *options: object,
@@ -60,7 +55,8 @@ def processes(
     own: dict[int, tuple[object, ...]] | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The processes of one run."""
-    port = free_port()
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]  # which is free again
     started = []
     where = ("--coordinator", f"localhost:{port}", "--processes", len(devices), "--process")
     with contextlib.ExitStack() as stack:

@@ -106,12 +106,10 @@ def test_losses_and_gradients_are_near_those_of_float32(micro_batches):
     assert (found["float16"] != found["float32"]).any()
 
 
-def small_loss(model, tokens, rngs):
-    """A loss whose gradients are below the smallest number of float16."""
-    return 1e-6 * next_token_loss(model, tokens, rngs)
-
-
 def test_gradients_that_float16_would_lose_are_kept():
+    def small_loss(model, tokens, rngs):
+        return 1e-6 * next_token_loss(model, tokens, rngs)
+
     norms = {}
     for dtype in ("float32", "float16"):
         config = in_dtype(dtype, objective=small_loss)
