@@ -15,7 +15,6 @@ from jgpt.interop.text_files import read_folder_tokenizer
 from tests.generation.test_chat import Model
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
-BOS = {"llama2": "<s>", "llama3": "<|begin_of_text|>"}
 
 
 def trained(backend: Any, **options: Any) -> Any:
@@ -64,18 +63,12 @@ def llama3() -> Any:
     return with_template(backend, trim, begin="<|begin_of_text|>")
 
 
-BACKENDS = {"llama2": llama2, "llama3": llama3}
 TEXTS = ["hello world", "", " hello\n\nword", "the 12345 wörld 你好", "a" * 70_000]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def family(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def backend(family) -> Any:
-    return BACKENDS[family]()
+@pytest.fixture(scope="module", params=[llama2, llama3])
+def backend(request) -> Any:
+    return request.param()
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +86,14 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(backend, tokenizer):
         assert tokenizer.encode_part(text).tolist() == expected[1:]  # and not without
 
 
-def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
-    begin = BOS[family]
+def test_a_text_begins_with_one_token_however_it_is_written(tokenizer):
     (token,) = tokenizer.begin
+    begin = tokenizer.decode([token])
     text = f"{begin}hello"  # as a chat template writes it
 
     written = tokenizer.encode(text).tolist()
 
-    assert tokenizer.decode([token]) == begin
+    assert begin in ("<s>", "<|begin_of_text|>")
     assert tokenizer.encode("").tolist() == [token]
     assert tokenizer.encode(begin).tolist() == [token]
     assert written == [token, *tokenizer.encode_part(text).tolist()[1:]]
@@ -111,7 +104,7 @@ def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
         assert other.begin == ()
 
 
-def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
+def test_documents_are_told_apart_by_them(tokenizer, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "hello world"}\n{"text": "the word"}\n' * 30)
     config = DataConfig((str(path),))

@@ -101,9 +101,6 @@ def test_weights_of_another_architecture_and_patterns_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-SHAPE = ("--block-size", 7, "--num-layers", 1, "--embed-dim", 12, "--qkv-bias", "--use-bias")
-
-
 def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
     """It has a config.json, as a run has, and was taken for one."""
     tokenizer = jgpt.BPETokenizer.train([poem.read_text()], 263)
@@ -118,7 +115,8 @@ def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
     )
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     jgpt.save_hf(model, tmp_path / "folder", tokenizer=tokenizer)
-    start = ("train", "tiny", *SHAPE, "--initial", "folder", "--trainable", "blocks.*")
+    shape = ("--block-size", 7, "--num-layers", 1, "--embed-dim", 12, "--qkv-bias", "--use-bias")
+    start = ("train", "tiny", *shape, "--initial", "folder", "--trainable", "blocks.*")
     length = ("--data", poem, "--steps", 1, "--sample-tokens", 0)
 
     done = command(*start, *length, "--out", "r", cwd=tmp_path)
