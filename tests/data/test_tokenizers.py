@@ -210,11 +210,7 @@ def test_merges_that_tiktoken_reads_otherwise_are_left_to_tokenizers(byte_pairs)
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
 PIECE = {"Sequence": {"id": "A", "type_id": 0}}
-
-
 TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
 
 

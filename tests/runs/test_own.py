@@ -66,11 +66,7 @@ def lion(config: jgpt.OptimizerConfig, steps: int) -> optax.GradientTransformati
 
 
 SMALL = ("--block-size", 8, "--num-layers", 1, "--embed-dim", 8, "--num-heads", 2, "--steps", 2)
-
-
 OF_FILES = ("--model", "my.py:GPT", "--optimizer", "opt.py:sgd")
-
-
 OWN: dict[str, Any] = {"model": Sums, "optimizer": lion}
 
 
