@@ -228,11 +228,7 @@ def test_all_weights_are_those_of_the_model(trained, config):
 
 @pytest.mark.parametrize(
     "named",
-    [
-        ("--tokenizer", "bpe"),
-        ("--tokenizer", "byte"),
-        ("--bpe-vocab-size", 512),
-    ],
+    [("--tokenizer", "bpe"), ("--tokenizer", "byte"), ("--bpe-vocab-size", 512)],
 )
 def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     named, trained, tmp_path

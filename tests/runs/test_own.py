@@ -18,7 +18,7 @@ import jgpt
 from jgpt.config import TrainConfig
 from jgpt.fields import Code
 from jgpt.files import sha256_of
-from jgpt.nn.costs import flops_per_token, parts_of
+from jgpt.nn.costs import flops_per_token
 from jgpt.nn.models import abstract_model, create_model, named_parameters, require_parameters_only
 from jgpt.parallel.mesh import abstract_mesh
 from jgpt.runs.directory import RunDirectory
@@ -218,11 +218,6 @@ def test_the_new_model_is_jgpts_own(template):
     assert float(jnp.abs(expected).mean()) > 0.5
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_array_equal(in_training, found)  # dropout is 0
-    assert parameters_of(own_config) == parameters_of(config)
-
-
-def parameters_of(config: jgpt.ModelConfig) -> int:
-    return sum(part.parameters for part in parts_of(config))
 
 
 def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
@@ -284,13 +279,11 @@ def code(tmp_path, monkeypatch):
 def test_code_is_named_found_and_recorded():
     lion = load_code("mine.py:lion")
     record = Code.of(lion)
-    record_of_lambda = Code.of(lambda: 0)
 
     assert lion(None, 3) == 7
     assert load_code("mine.py:lion") is lion
     assert record.named == "mine.py:lion"
     assert len(str(record.sha256)) == 64
-    assert record_of_lambda.name == "test_code_is_named_found_and_recorded.<locals>.<lambda>"
 
 
 @pytest.mark.usefixtures("code")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgpt.data.batches import batches, evaluation_windows
+from jgpt.data.batches import batches
 from jgpt.nn.models import weight_dimensions
 from jgpt.nn.stacking import stack_blocks, unstack_blocks
 from jgpt.parallel.mesh import use_mesh
 from jgpt.training.optimizer import make_optimizer
 from jgpt.training.state import abstract_state, dropout_stream, init_state
-from jgpt.training.step import make_eval_step, make_train_steps
+from jgpt.training.step import make_train_steps
 from tests.training.test_mesh import ALL, RUNS, TOKENS, config_of
 
 STEPS, LAYERS = 5, 2
@@ -95,20 +95,6 @@ def test_blocks_are_stacked_in_order_and_nothing_else_is():
     unstacked_weights, _ = again
     for number, block in enumerate(unstacked_weights["blocks"].values()):
         assert int(block["a"]["b"][0, 0]) == number
-
-
-@pytest.mark.slow
-def test_an_evaluation_takes_both():
-    config = with_layers(RUNS["modern"], scan=True)
-    with jax.enable_x64(True):
-        windows, counts = map(jnp.asarray, evaluation_windows(TOKENS, 10, 24))
-        weights = init_state(config)["model"]
-        evaluate = make_eval_step(config.model)
-        stacked = evaluate(weights, windows, counts)
-        unstacked = unstack_blocks(weights)
-        assert stacked == evaluate(unstacked, windows, counts)
-        loop = make_eval_step(with_layers(config, scan=False).model)
-        assert abs(loop(unstacked, windows, counts) - stacked) < 1e-9 * stacked
 
 
 # --- one program ---------------------------------------------------------------------------------
