@@ -38,12 +38,11 @@ def ours(model, tokens, rngs):
 """
 
 
-class Calls:
+class Calls(dict[str, dict]):
     """What functions of the library were called with, by name and parameter."""
 
     def __init__(self, monkeypatch) -> None:
         self.monkeypatch = monkeypatch
-        self.received: dict[str, dict] = {}
 
     def note(self, target: str, result=None, *, stop: bool = False, during=lambda call: None):
         """Replace a function by one that notes its arguments and returns `result`.
@@ -58,16 +57,13 @@ class Calls:
             for parameter in signature.parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
                     received |= received.pop(parameter.name, {})
-            self.received[name] = received
+            self[name] = received
             during(received)
             if stop:
                 raise ValueError(STOP)
             return result
 
         self.monkeypatch.setattr(target, noted)
-
-    def __getitem__(self, name: str) -> dict:
-        return self.received[name]
 
 
 @pytest.fixture
@@ -249,9 +245,9 @@ def test_the_options_beside_the_config_reach_the_run(called, more, calls, tmp_pa
     initial = ("--initial", "other@40", "--with-optimizer")
 
     type_in("train", "tiny", *more, "--resume", *initial, *code, cwd=tmp_path)
-    first = calls.received.pop(called)
+    first = calls.pop(called)
     type_in("train", "tiny", *more, "--overwrite", cwd=tmp_path)
-    second = calls.received.pop(called)
+    second = calls.pop(called)
 
     assert first == first | {"initial": "other@40", "with_optimizer": True}
     assert first == first | {"resume": True, "overwrite": False}

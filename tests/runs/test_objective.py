@@ -37,12 +37,6 @@ class Distillation(nnx.Module):
 
 
 distillation = Distillation()
-
-
-def wrong(model, tokens, rngs):
-    return model(tokens[:, :-1])
-
-
 """
 
 
@@ -116,16 +110,3 @@ def test_metrics_of_an_objective_are_in_all_places(config):
     assert told == {}
     undefined = [math.isnan(value) for value in run.metrics["undefined"]]
     assert undefined == [value == 0 for value in run.metrics["mine/odd"]]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("wrong", r"must return a scalar.*not float32\[5,7,"),
-        ("Distillation", r"the objective must take \(model, tokens, rngs\): "),
-    ],
-)
-def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path, name, message):
-    with pytest.raises(ValueError, match=message):
-        jgpt.fit(config, objective=f"{file}:{name}", progress=None)
-    assert not (tmp_path / "run").exists()

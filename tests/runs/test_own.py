@@ -311,6 +311,8 @@ def test_code_that_takes_other_arguments_is_rejected(make):
         with_code(TrainConfig(), make)
     with pytest.raises(ValueError, match=r"\(config, steps\) or \(config, steps, model\): "):
         with_code(TrainConfig(), optimizer=make)
+    with pytest.raises(ValueError, match=r"the objective must take \(model, tokens, rngs\): "):
+        with_code(TrainConfig(), objective=make)
 
 
 SGD = "import optax\n\ndef sgd(config, steps):\n    return optax.sgd(config.learning_rate)\n"

@@ -80,6 +80,9 @@ REASONS = {
     "overwrite with an optimizer that is not applied": Reason(
         "it is not updated", {"optimizer": not_updated}
     ),
+    "overwrite with an objective of no scalar": Reason(
+        "must return a scalar", {"objective": lambda model, tokens, rngs: model(tokens[:, 1:])}
+    ),
     "overwrite without memory": Reason("smaller model", arrange=little_memory),
 }
 
