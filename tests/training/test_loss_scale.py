@@ -121,13 +121,13 @@ def test_gradients_that_float16_would_lose_are_kept():
     assert float(metrics.gradient_norm[0]) != pytest.approx(norms["float32"], rel=0.2)
 
 
-def broken_gradient(model, tokens, rngs):
-    """A finite loss whose gradient is not: that of a square root at 0."""
-    weight = jax.tree.leaves(model.token_embedding.embedding.get_value())[0].sum()
-    return next_token_loss(model, tokens, rngs) + jnp.sqrt(0 * weight)
-
-
 def test_a_gradient_that_no_scale_mends_ends_training():
+    def broken_gradient(model, tokens, rngs):
+        weight = jax.tree.leaves(model.token_embedding.embedding.get_value())[0].sum()
+        return next_token_loss(model, tokens, rngs) + jnp.sqrt(
+            0 * weight
+        )  # whose slope is infinite
+
     config = dataclasses.replace(NARROW, objective=broken_gradient)
     state, metrics = take(config, with_factor(init_state(config), 4.0), 6)
     assert int(metrics.taken) == 2
