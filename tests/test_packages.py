@@ -16,7 +16,6 @@ PLACEHOLDER = "OWNER" + "/jgpt"  # in two parts: this file is searched, too
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with both packages, as `python -m build` writes them."""
     if not find_spec("hatchling"):
         pytest.skip("the extra `test` installs hatchling, which builds the packages")
     folder = tmp_path_factory.mktemp("dist")

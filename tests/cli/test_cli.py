@@ -41,7 +41,6 @@ def text_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(trained) -> Path:
-    """The finished run, to read."""
     return trained.path
 
 
@@ -53,7 +52,6 @@ FILES = {
 
 
 def cases_of(name: str) -> list[tuple[str, str]]:
-    """The lines of a file that are typed, each with the line that answers it."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return re.findall(r"^\$ jgpt (.*)\n(.*)", text, re.MULTILINE)
 

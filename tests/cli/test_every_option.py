@@ -193,7 +193,6 @@ PARTS = {
 
 
 def words_of(fields: dict) -> list[str]:
-    """The options that give fields their values."""
     words = []
     for name, value in fields.items():
         flag = f"--{name.replace('_', '-')}"

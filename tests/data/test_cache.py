@@ -62,7 +62,6 @@ def test_a_text_is_tokenized_once_for_new_runs_and_those_that_are_resumed(
 
 
 def test_what_happens_to_a_text_that_is_edited_touched_moved_or_linked(text, user_cache):
-    """As the table in the documents says."""
     first = load_dataset(DataConfig((str(text),)), 8).digest
 
     os.utime(text, ns=(1, 1))  # touched: tokenized again, to the same tokens

@@ -187,7 +187,6 @@ def test_a_fault_of_a_text_file_is_named(run, name, fault):
 
 
 def test_a_damaged_checkpoint_can_be_deleted_to_go_on_from_the_one_before(copy, run, trained):
-    """As the message says."""
     files = [path for path in (run / "checkpoints" / "11").rglob("*") if path.is_file()]
     faults.flip_a_bit(files[-1])
     with pytest.raises(ValueError, match=r"SHA-256 does not match; delete .* to use checkpoint 8"):

@@ -187,7 +187,6 @@ def many_calls(monkeypatch):
 
 
 def test_a_signal_ends_an_evaluation_and_the_state_is_saved_without_a_loss(quick, whole):
-    """In the second evaluation."""
     progress = Calls(stop_at=6 + 3)
     run = RunDirectory(Path(quick.out))
 

@@ -102,7 +102,6 @@ def test_weights_of_another_architecture_and_patterns_are_refused(
 
 
 def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
-    """It has a config.json, as a run has, and was taken for one."""
     tokenizer = jgpt.BPETokenizer.train([poem.read_text()], 263)
     config = jgpt.ModelConfig(
         vocab_size=tokenizer.vocab_size,
@@ -129,7 +128,6 @@ def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
 
 
 def test_a_run_with_a_checkpoint_is_not_resumed_from_other_weights(trained, copy):
-    """They had no effect, and nothing said so."""
     with pytest.raises(ValueError, match="did not start from these weights: leave out `initial="):
         jgpt.fit(copy, resume=True, initial=trained.path, progress=None)
 
@@ -233,7 +231,6 @@ def test_all_weights_are_those_of_the_model(trained, config):
 def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     named, trained, tmp_path
 ):
-    """They had no effect, and nothing said so."""
     for preset in ((), ("tiny",)):
         said = refused("train", *preset, "--initial", trained.path, *named, cwd=tmp_path)
 

@@ -24,7 +24,6 @@ PROMPT = "script\u20ac\U0001f642\n<"
 
 
 def record(model, prompt: str = PROMPT) -> dict:
-    """What the program of a page computes of a prompt."""
     return record_of(Look(model, TOKENIZER, "run"), TOKENIZER.encode(prompt).tolist())
 
 

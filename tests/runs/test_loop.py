@@ -113,7 +113,6 @@ def test_a_stop_while_the_text_is_tokenized_leaves_no_run(small_run, out):
 def test_one_of_several_processes_does_not_stop_alone_while_the_text_is_tokenized(
     small_run, out, monkeypatch
 ):
-    """The others would wait for it; they agree on a stop between steps."""
     monkeypatch.setattr(fit_module, "process_count", lambda: 2)
     config = with_changes(small_run, **BIGRAM, out=str(out))
 

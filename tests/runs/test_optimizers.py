@@ -87,8 +87,6 @@ def config(small_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def run_of(small_run, tmp_path_factory):
-    """What returns the run of an optimizer on one device, which is trained once."""
-
     @functools.cache
     def train(name: str) -> jgpt.Run:
         config = config_for(small_run, tmp_path_factory.mktemp(name) / "run")

@@ -263,7 +263,6 @@ def test_a_mesh_shards_by_the_users_names(template):
 
 @pytest.fixture
 def code(tmp_path, monkeypatch):
-    """Files of code in the current folder, most of which fail."""
     monkeypatch.chdir(tmp_path)
     files = {
         "mine.py": "def lion(config, steps):\n    return 7\n\nlevel = 3\n",

@@ -54,7 +54,6 @@ def processes(
     devices: tuple[int, ...] = (4, 4),
     own: dict[int, tuple[object, ...]] | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of one run."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]  # which is free again
     started = []

@@ -46,8 +46,6 @@ def not_updated(config: jgpt.OptimizerConfig, steps: int) -> optax.GradientTrans
 
 
 class Reason(NamedTuple):
-    """Why a start is rejected."""
-
     message: str
     options: dict[str, Any] = {}
     """Of `fit`, besides `resume` and `overwrite`."""

@@ -109,14 +109,12 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Any]:
-    """A run of all steps, and its last state."""
     out = tmp_path_factory.mktemp("trained") / "run"
     return out, train(out)
 
 
 @pytest.fixture
 def copy(trained, tmp_path) -> Path:
-    """A copy of it."""
     return Path(shutil.copytree(trained[0], tmp_path / "copy"))
 
 

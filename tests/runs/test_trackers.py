@@ -32,7 +32,6 @@ def events_of(folder):
 
 
 def opened(folder, name, *, is_new=True, config=None, warn=lambda _: None):
-    """What logs a line to a tracker."""
     config = dataclasses.replace(config or TrainConfig(), trackers=(name,))
     return open_trackers(config, folder, is_new=is_new, warn=warn)
 
@@ -96,8 +95,6 @@ def test_wandb_goes_on_with_the_run_of_the_directory_and_gets_its_config(tmp_pat
 
 @pytest.fixture
 def use(monkeypatch):
-    """Opens a tracker of the test's own."""
-
     def use(open_tracker: Callable[..., Any]) -> None:
         monkeypatch.setattr(trackers, "_open", open_tracker)
         monkeypatch.setattr("jgpt.runs.fit.require_tracker", lambda name: None)

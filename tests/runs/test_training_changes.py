@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch, poem):
-    """Apply a change to the training in an empty folder, and return it as a module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copy(poem, "poem.txt")

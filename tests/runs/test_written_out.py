@@ -63,7 +63,6 @@ def training(tmp_path, monkeypatch):
 
 
 def weights_in(path):
-    """The weights of a run's last step, by path."""
     weights = weights_of(jgpt.load(path, which="last").model)
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
 
@@ -147,7 +146,6 @@ def test_the_written_training_takes_the_written_model(training, tmp_path, poem, 
 
 
 def start(folder, *options):
-    """The file as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "train.py", "poem.txt", *options],
         cwd=folder,

@@ -30,7 +30,6 @@ def optimizer_of(config, steps):
 
 
 def rates(config, steps, some_steps, peak=None):
-    """The learning rates of a run of `steps` steps at some of them."""
     schedule = learning_rate_schedule(config, steps, peak)
     found = compiled(jax.vmap(schedule), jnp.array(some_steps))
     return found.tolist()
@@ -171,7 +170,6 @@ def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
 
 
 def updates_of(config, weights, gradients):
-    """The updates of the first step."""
     optimizer = optimizer_of(config, 2)
     state = optimizer.init(weights)
     updates, _ = optimizer.update(gradients, state, weights)
