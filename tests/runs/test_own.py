@@ -86,7 +86,7 @@ def test_a_run_of_its_own_is_resumed_bitwise_with_its_code_alone(
 ):
     """And loaded and evaluated."""
     own_config = config_of_sums(small_run, tmp_path / "own")
-    own_run = jgpt.fit(own_config, **OWN, progress=None)
+    own_run: Any = jgpt.fit(own_config, **OWN, progress=None)
     assert jgpt.load(path_of(own_run), **OWN).config == own_run.config
     assert jgpt.evaluate(path_of(own_run), model=Sums).loss == own_run.validation_loss
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -95,10 +95,12 @@ def test_a_run_of_its_own_is_resumed_bitwise_with_its_code_alone(
     with pytest.raises(TrainingStopped):
         jgpt.fit(stopped, **OWN, should_stop=stopping(out))
     assert RunDirectory(out).checkpoint_steps()[-1] == 2
-    for given, lacking in (({}, "model"), ({"model": Sums}, "optimizer")):
+    given: dict[str, Any] = {}
+    for lacking in ("model", "optimizer"):
         message = rf"never loads by itself: give `{lacking}=\S+test_own.py:"
         with pytest.raises(ValueError, match=message):
             jgpt.fit(stopped, resume=True, **given)
+        given = {"model": Sums}
     wider = dataclasses.replace(stopped, model=dataclasses.replace(stopped.model, rank=4))
     with pytest.raises(ValueError, match=r"`model.rank` is 3 in the run, 4 in the config"):
         jgpt.fit(wider, resume=True, **OWN)

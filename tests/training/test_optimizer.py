@@ -251,7 +251,7 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     np.testing.assert_array_equal(unclipped["v"], [-3.0, -4.0])
 
     state = averaging.init(weights)
-    average = weights
+    average: Any = weights
     for _ in range(2):
         updates, state = averaging.update(gradients, state, average)
         average = optax.apply_updates(average, updates)
