@@ -247,7 +247,7 @@ def test_loading_a_run_unpickles_nothing(trained, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("unpickled")
 
-    for module in ("pickle", "_pickle"):
+    for library in ("pickle", "_pickle"):
         for name in ("load", "loads", "Unpickler"):
-            monkeypatch.setattr(f"{module}.{name}", refuse)
+            monkeypatch.setattr(f"{library}.{name}", refuse)
     assert evaluate(trained.path).loss == pytest.approx(trained.validation_loss, rel=1e-6)

@@ -128,10 +128,10 @@ def test_what_a_model_lacks_is_said_by_name(sums):
     with pytest.raises(ValueError, match="a Dropout lacks vocab_size, block_size, hidden"):
         check(nnx.Dropout(0.1))
     sums.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="a Sums holds RngCount, RngKey: `fit` trains nnx.Param"):
+    with pytest.raises(ValueError, match=r"a Sums holds RngCount, RngKey: `fit` trains nnx\.Param"):
         check(sums)
     sums.vocab_size = 9
-    with pytest.raises(ValueError, match="Sums.vocab_size is 9, not the config's 11"):
+    with pytest.raises(ValueError, match=r"Sums\.vocab_size is 9, not the config's 11"):
         check(sums)
 
 
