@@ -80,16 +80,13 @@ def test_a_number_out_of_bounds_is_rejected_by_name():
                     KIND_OF[name](**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "meant"),
-    [(ModelConfig, "n_layer", "num_layers"), (ModelConfig, "blok_size", "block_size")],
-)
-def test_an_unknown_field_gets_a_suggestion(kind, name, meant):
-    message = f"{kind.__name__} has no field {name!r} (did you mean {meant!r}?)"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        kind(**{name: 3})
-    with pytest.raises(UnknownField, match=f"^{re.escape(message)}$"):
-        from_json(kind, json.dumps({name: 3}))
+def test_an_unknown_field_gets_a_suggestion():
+    unknown: dict[str, Any] = {"n_layer": 3}
+    message = r"^ModelConfig has no field 'n_layer' \(did you mean 'num_layers'\?\)$"
+    with pytest.raises(TypeError, match=message):
+        ModelConfig(**unknown)
+    with pytest.raises(UnknownField, match=message):
+        from_json(ModelConfig, json.dumps(unknown))
 
 
 @given(
@@ -122,16 +119,9 @@ def test_any_config_survives_json_exactly(model, learning_rate, sources, out, se
     assert to_json(again) == to_json(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ('{"stepz": 3}', "TrainConfig has no field 'stepz' (did you mean 'steps'?)"),
-        ('{"steps": "many"}', "`steps` must be an integer, not 'many'"),
-    ],
-)
-def test_a_mistake_in_json_is_named(text, word):
-    with pytest.raises(ValueError, match=re.escape(word)):
-        from_json(TrainConfig, text)
+def test_a_mistake_in_json_is_named():
+    with pytest.raises(ValueError, match="`steps` must be an integer, not 'many'"):
+        from_json(TrainConfig, '{"steps": "many"}')
 
 
 # counted by hand: the published models' sizes, and nanoGPT's and the lecture's own printouts

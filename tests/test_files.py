@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -59,16 +58,6 @@ def test_a_new_directory_takes_no_full_folder_s_and_no_file_s_place(tmp_path, ta
         directory.__enter__()
 
 
-def test_of_two_that_make_one_directory_the_second_hears_of_it(tmp_path):
-    out = tmp_path / "out"
-    with new_directory(out) as partial:
-        (partial / "file").touch()
-        with pytest.raises(BlockingIOError, match="out is in use by another process"):
-            new_directory(out).__enter__()
-
-    assert names(tmp_path) == ["out", "out/file"]
-
-
 def test_a_file_is_replaced_as_a_whole_through_its_links(tmp_path):
     write_file(tmp_path / "file", "old")
     (tmp_path / "link").symlink_to("file")
@@ -115,25 +104,17 @@ with new_directory(Path(sys.argv[1])) as partial:
 """
 
 
-@pytest.fixture
-def half_written(tmp_path):
-    """A process that fills the directory `out`, as import and export do."""
-    command = [sys.executable, "-c", HALF_WRITTEN, tmp_path / "out"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield process
-        process.kill()
-
-
-def test_what_a_killed_process_left_goes_when_the_next_one_begins(half_written, tmp_path):
+def test_what_a_killed_process_left_goes_when_the_next_one_begins(tmp_path):
+    """As import and export leave it."""
     of_the_user = tmp_path / "out.partial"
     of_the_user.mkdir()
-    with pytest.raises(BlockingIOError):
-        new_directory(tmp_path / "out").__enter__()
-    half_written.send_signal(signal.SIGKILL)
-    half_written.wait()
+    command = [sys.executable, "-c", HALF_WRITTEN, tmp_path / "out"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(BlockingIOError):
+            new_directory(tmp_path / "out").__enter__()
+        process.kill()
     with new_directory(tmp_path / "out") as partial:
         assert names(partial) == []
     assert names(tmp_path) == ["out", "out.partial"]

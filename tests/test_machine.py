@@ -1,8 +1,11 @@
 """What machine this is."""
 
 import contextlib
+import platform
 import resource
 import types
+import warnings
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,22 +14,22 @@ from jgpt.machine import (
     Platform,
     current_platform,
     describe_unused_gpu,
+    enable_compilation_cache,
     memory_in_use,
     memory_limit,
 )
 from jgpt.runs.fit import plan
-from jgpt.runs.progress import Progress
+from tests.runs.harness import Heard
 
 
 @pytest.mark.parametrize(
     ("platform", "version", "capability", "expected"),
     [
         ("gpu", "PJRT C API\ncuda 12090", "9.0", Platform("gpu", 9.0)),
-        ("gpu", "PJRT C API\nrocm 60300", "gfx90a", Platform("gpu", None)),
         ("gpu", "PJRT C API\nrocm 60300", "9.0", Platform("gpu", None)),
         ("tpu", "PJRT C API\nTFRT TPU v5 lite", None, Platform("tpu", None)),
     ],
-    ids=["NVIDIA", "AMD", "AMD, numbered", "TPU"],
+    ids=["NVIDIA", "AMD", "TPU"],
 )
 def test_only_cuda_gpus_have_a_cuda_capability(
     monkeypatch, platform, version, capability, expected
@@ -84,12 +87,45 @@ def jax_platforms(chosen: str | None):
 def test_training_names_the_unused_gpu_before_it_starts(monkeypatch, small_run, tmp_path):
     monkeypatch.setattr("jgpt.machine.NVIDIA_PATHS", (str(tmp_path),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = []
-
-    class Heard(Progress):
-        def warned(self, message):
-            said.append(message)
+    heard = Heard()
 
     with jax_platforms(None):
-        plan(small_run, progress=Heard())
-    assert [line for line in said if "jax[cuda12]==" in line]
+        plan(small_run, progress=heard)
+    assert [line for line in heard.messages if "jax[cuda12]==" in line]
+
+
+COMPILATION_CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_compilation_cache_max_size",
+)
+
+
+@pytest.fixture
+def settings():
+    """What JAX is told of it, which a test may change."""
+    before = {name: getattr(jax.config, name) for name in COMPILATION_CACHE}
+    yield lambda: [getattr(jax.config, name) for name in COMPILATION_CACHE]
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compilations_are_kept_in_a_folder_of_the_machine_in_the_users_cache(
+    settings, user_cache, tmp_path
+):
+    jax.config.update("jax_compilation_cache_dir", None)
+    enable_compilation_cache()
+    warnings.warn(
+        "Error writing persistent compilation cache entry for 'f': no space", stacklevel=1
+    )
+    folder, seconds, size = settings()
+    assert Path(folder) == user_cache / "compiled" / platform.node()
+    assert seconds == 0  # JAX would leave out what compiles in less than a second
+    assert size == 2**30
+    enable_compilation_cache()
+    assert settings() == [folder, seconds, size]
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # one that was chosen
+    chosen = settings()
+    enable_compilation_cache()
+    assert settings() == chosen

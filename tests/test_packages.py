@@ -1,6 +1,5 @@
 """What the source archive and the wheel contain."""
 
-import os
 import subprocess
 import sys
 import tarfile
@@ -17,7 +16,6 @@ PLACEHOLDER = "OWNER" + "/jgpt"  # in two parts: this file is searched, too
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with both packages, as `python -m build` writes them."""
     if not find_spec("hatchling"):
         pytest.skip("the extra `test` installs hatchling, which builds the packages")
     folder = tmp_path_factory.mktemp("dist")
@@ -82,105 +80,3 @@ def test_no_link_leads_to_an_address_that_is_still_to_be_filled_in():
     if found.returncode not in (0, 1):  # 1: nothing was found
         pytest.skip("git searches the tracked files")
     assert found.stdout == ""
-
-
-def test_a_wheel_has_the_files_that_are_not_python(wheel):
-    names = set(wheel.namelist())
-    assert "jgpt/py.typed" in names
-    assert "jgpt/__init__.pyi" in names
-    assert "jgpt/cli/commands/new_gpt.py.txt" in names
-    assert "jgpt/cli/commands/new_training.py.txt" in names
-    page = {path.name for path in (ROOT / "jgpt" / "page" / "browser").iterdir()}
-    assert {"page.html", "page.css", "7_start.js"} <= page
-    for name in page:
-        assert f"jgpt/page/browser/{name}" in names
-
-
-BESIDE_ANOTHER_LIBRARY = """
-import sys
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, TypeCheckError
-
-from jgpt.shapes import source
-from jgpt.shapes.calls import watching
-from jgpt.shapes.edits import capture
-from jgpt.shapes.contract import typed
-from jgpt.shapes.trace import shape_trace
-
-if sys.argv[1] == "equinox":
-    import equinox
-    Module = equinox.Module
-else:
-    from flax import linen
-    Module = linen.Module
-
-
-class Doubled(Module):
-    features: int
-
-    @typed
-    def twice(
-        self, x: Float[Array, "time {self.features}"]
-    ) -> Float[Array, "time 2*{self.features}"]:
-        return jnp.concatenate([x, x], axis=-1)
-
-    def __call__(self, x):
-        y = self.twice(x)
-        return y[1:]
-
-
-def model(x):
-    return Doubled(3)(x) if sys.argv[1] == "equinox" else Doubled(3).apply({}, x)
-
-
-assert Path(source.__file__).is_relative_to(sys.argv[2])
-assert not [name for name in sys.modules if name.startswith("jgpt.nn")], "the model is imported"
-x = jnp.ones((5, 3))
-try:
-    model(jnp.ones((5, 4)))
-except TypeCheckError as error:
-    print(str(error).splitlines()[-1])
-calls = []
-with watching(calls.append):
-    model(x)
-print([call.function.__name__ for call in calls])
-print(capture(model, "twice")(x)["twice"].shape)
-print(shape_trace(model, x))
-print(source.annotated_source(model, "float32[t 3]", of="__call__"))
-"""
-
-
-SAID = """\
-Reason: the dimension size 4 does not equal the existing value of {self.features}=3.
-['twice']
-(5, 6)
-twice(x: float32[time=5 features=3])
-result  float32[time=5 2*features=6]
-program.py: Doubled.__call__
-    def __call__(self, x): | x: float32[t 3]
-        y = self.twice(x)  | y: float32[t 6]
-        return y[1:]       | return: float32[t-1 6]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["equinox", "linen"])
-def test_the_shapes_of_a_wheel_serve_another_library(built, library, tmp_path):
-    """Without the repository: the contract and what is drawn need nothing of jgpt's models."""
-    [path] = built.glob("*.whl")
-    target = tmp_path / "installed"
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(target)
-    program = tmp_path / "program.py"
-    program.write_text(BESIDE_ANOTHER_LIBRARY)
-    command = [sys.executable, "-P", str(program), library, str(target)]
-    environment = os.environ | {"PYTHONPATH": str(target)}
-
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
-
-    assert (done.returncode, done.stdout) == (0, SAID), done.stderr

@@ -1,6 +1,5 @@
 """False functions, wrong at one size alone: none of them may be proven."""
 
-import dataclasses
 import fractions
 import functools
 import math
@@ -20,11 +19,6 @@ import jgpt
 from jgpt.shapes.proofs import prove
 
 
-@dataclasses.dataclass(frozen=True)
-class Sized:
-    size: Any
-
-
 class Seven:
     def __eq__(self, other: object) -> bool:
         return operator.index(other) == 7  # type: ignore[arg-type]
@@ -40,14 +34,6 @@ def caught(ask: Callable[[], Any], kind: type[BaseException] = BaseException) ->
         return True
 
 
-def last_word(ask: Callable[[], Any]) -> bool:
-    found = False
-    try:
-        found = ask()
-    finally:
-        return found  # noqa: B012
-
-
 def in_thread(ask: Callable[[], Any]) -> bool:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(caught(ask)))
@@ -61,17 +47,8 @@ def remembered(size: Any) -> bool:
     return size == 7
 
 
-def matched(size) -> bool:
-    match size:
-        case 7:
-            return True
-        case _:
-            return False
-
-
 ASKED: dict[str, Callable[[Any], bool]] = {
     # as a key or a member
-    "in a set": lambda n: n in {3, 7},
     "a key": lambda n: {7: True}.get(n, False),
     "cached": remembered,
     # as a text
@@ -80,7 +57,6 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     # as another number
     "float": lambda n: float(n) == 7.0,
     "equal to a fraction": lambda n: n == fractions.Fraction(7),
-    "equal to a NumPy integer": lambda n: n == np.int32(7),
     "between fractions": lambda n: 6.5 < n < 7.5,
     "a root": lambda n: math.sqrt(n) == math.sqrt(7),
     "a quotient": lambda n: n / 7 == 1,
@@ -90,13 +66,9 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     "sliced": lambda n: len("seventh"[:n]) == 7 and n < 8,
     # compared by others
     "an equal of its own": lambda n: Seven() == n,
-    "hashes of records": lambda n: hash(Sized(n)) == hash(Sized(7)),
     "equal shapes": lambda n: np.array_equal((n,), (7,)),
-    "sorted": lambda n: sorted([7.5, n, 6.5])[1] == n and 6 < n < 8,
-    "matched": matched,
     # asked where what is raised is caught
     "caught": lambda n: caught(lambda: n == 7),
-    "the last word": lambda n: last_word(lambda: n == 7),
     "in a thread": lambda n: in_thread(lambda: n == 7),
 }
 
@@ -105,7 +77,6 @@ STATIC = jax.jit(lambda x, n: x[:-1] if n == 7 else x, static_argnums=1)
 
 OF_ARRAYS: dict[str, Callable[[Array], bool]] = {
     "shape": lambda x: x.shape == (7,),
-    "size": lambda x: x.size == 7,
     "text": lambda x: str(jax.typeof(x)) == "float32[7]",
     "a new array": lambda x: jnp.ones((2, x.shape[0])).shape[1] == 7,
     "abstract": lambda x: jax.eval_shape(jnp.negative, x).shape == (7,),
@@ -116,16 +87,7 @@ OF_ARRAYS: dict[str, Callable[[Array], bool]] = {
 }
 
 
-def planted(ask: Callable[[Any], bool]) -> Callable[..., Any]:
-    @jgpt.typed
-    def wrong(x: Float[Array, "rows"]) -> Float[Array, "rows"]:
-        is_asked = ask(x.shape[0])
-        return x[:-1] if is_asked else x
-
-    return wrong
-
-
-def asks_shape(ask: Callable[[Array], bool]) -> Callable[..., Any]:
+def planted(ask: Callable[[Array], bool]) -> Callable[..., Any]:
     @jgpt.typed
     def wrong(x: Float[Array, "rows"]) -> Float[Array, "rows"]:
         return x[:-1] if ask(x) else x
@@ -133,8 +95,8 @@ def asks_shape(ask: Callable[[Array], bool]) -> Callable[..., Any]:
     return wrong
 
 
-FALSE = {name: planted(ask) for name, ask in ASKED.items()}
-FALSE |= {f"of an array: {name}": asks_shape(ask) for name, ask in OF_ARRAYS.items()}
+FALSE = {name: planted(lambda x, ask=ask: ask(x.shape[0])) for name, ask in ASKED.items()}
+FALSE |= {f"of an array: {name}": planted(ask) for name, ask in OF_ARRAYS.items()}
 
 
 @pytest.mark.parametrize("name", FALSE)

@@ -1,7 +1,8 @@
 """The command as a user types it: what works, and one clear line for what doesn't."""
 
-import contextlib
+import dataclasses
 import inspect
+import json
 import os
 import re
 import shlex
@@ -14,13 +15,16 @@ from unittest import mock
 import jax
 import pytest
 
-from jgpt import GPT, save_hf
+from jgpt import save_hf
 from jgpt.cli import main
 from jgpt.cli.commands import COMMANDS
 from jgpt.cli.options import TRAIN, in_options, parse
+from jgpt.generation.text import stream_text
+from jgpt.parallel.mesh import current_mesh
 from jgpt.runs.directory import RunDirectory
-from jgpt.runs.fit import TrainingStopped
-from tests.commands import files_of_at_most, jgpt, on_terminal, refused, typist, worked
+from jgpt.runs.evaluate import evaluate
+from jgpt.runs.load import load
+from tests.commands import on_terminal, refused, typist, worked
 from tests.generation.test_chat import chat_run
 from tests.models import random_gpt
 from tests.runs.harness import contents
@@ -37,37 +41,17 @@ def text_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(trained) -> Path:
-    """The finished run, to read."""
     return trained.path
 
 
-@pytest.fixture(scope="module")
-def two(text_file) -> Path:
-    """A run of bytes, which can be any character."""
-    out = text_file.parent / "two"
-    worked(
-        *("train", "bigram", "--data", text_file, "--tokenizer", "byte", "--out", out),
-        *("--steps", 1, "--eval-interval", 1, "--sample-tokens", 0),
-    )
-    return out
-
-
-UNREADABLE = {
-    "empty.txt": b"",
-    "binary.txt": b"plain\0binary",
-    "latin.txt": b"caf\xe9 au lait" * 100,
+FILES = {
     "short.txt": b"too short",
-    "brief.txt": b"a" * 100,
-}
-OTHER_FILES = {
     "folder/notes.txt": b"mine",
-    "page.html/notes.txt": b"mine",
     "model/config.json": b'{"model_type": "gpt2"}',
 }
 
 
 def cases_of(name: str) -> list[tuple[str, str]]:
-    """The lines of a file that are typed, each with the line that answers it."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return re.findall(r"^\$ jgpt (.*)\n(.*)", text, re.MULTILINE)
 
@@ -76,7 +60,7 @@ def cases_of(name: str) -> list[tuple[str, str]]:
 def folder(run, text_file, tmp_path) -> Path:
     """What a user has: a run, a text, and much that is neither."""
     (tmp_path / "trained").symlink_to(run)
-    files = {"fox.txt": text_file.read_bytes()} | UNREADABLE | OTHER_FILES
+    files = {"fox.txt": text_file.read_bytes()} | FILES
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -152,10 +136,7 @@ IN_A_PROCESS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("commands", [["sample"], [*IN_A_PROCESS]])
-def test_every_command_works_in_a_process_that_tests_have_not_set_up(
-    commands, run, text_file, tmp_path
-):
+def test_every_command_works_in_a_process_that_tests_have_not_set_up(run, text_file, tmp_path):
     """All else that tests type runs in theirs, which has imported and set up a lot already."""
     assert {*IN_A_PROCESS} == {*COMMANDS}
     shutil.copytree(run, tmp_path / "trained")
@@ -164,7 +145,7 @@ def test_every_command_works_in_a_process_that_tests_have_not_set_up(
     save_hf(random_gpt("gpt2", vocab_size=len(set(TEXT))), tmp_path / "gpt2")
     worked("import", *IN_A_PROCESS["import"][:-1], "exportable", cwd=tmp_path)
     with typist(tmp_path) as type_in:
-        for command in commands:
+        for command in IN_A_PROCESS:
             done = type_in(command, *IN_A_PROCESS[command], stdin="So long")
             assert (done.code, done.stderr) == (0, ""), command
             assert done.stdout, command
@@ -193,16 +174,9 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(arguments,
     assert (done.returncode, done.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("failure", [AssertionError()])
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("train tiny", "sample r", "chat r", "eval r", "info tiny", "export r --out e"),
-        "look r --prompt a",
-    ],
-)
-def test_a_platform_that_jax_does_not_have_gets_one_line(line, failure, monkeypatch, tmp_path):
-    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=failure))
+@pytest.mark.parametrize("line", ["train tiny", "sample r", "eval r", "info tiny"])
+def test_a_platform_that_jax_does_not_have_gets_one_line(line, monkeypatch, tmp_path):
+    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=AssertionError()))
     said = refused(*line.split(), cwd=tmp_path)
     assert said == (
         f"jgpt: JAX can't use JAX_PLATFORMS={jax.config.jax_platforms} on this machine: "  # type: ignore[attr-defined]
@@ -222,40 +196,18 @@ def test_too_little_memory_is_one_line(text_file, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_was_stopped_says_how_to_resume_it(monkeypatch, tmp_path):
-    def stopped(*_, **__):
-        raise TrainingStopped(5, tmp_path / "a run")
-
-    monkeypatch.setattr("jgpt.runs.fit.fit", stopped)
-    asked = contextlib.nullcontext([130])
-    monkeypatch.setattr("jgpt.cli.signals.stop_requested", lambda *_: asked)
-    done = jgpt("train", "tiny")
-    assert done.code == 130
-    resume = f"resume with: jgpt train --out '{tmp_path / 'a run'}' --resume"
-    assert done.stdout.splitlines()[-1] == resume
-
-
 def test_training_stops_with_a_checkpoint_when_nobody_reads_its_output(
     text_file, tmp_path, monkeypatch, capfd
 ):
     """As in `jgpt train ... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    endless = ("--steps", "1000000", "--eval-interval", "1000000", "--sample-tokens", "0")
+    train = ("train", "bigram", "--data", text_file, "--out", tmp_path / "a")
+    endless = ("--steps", 1_000_000, "--eval-interval", 1_000_000, "--sample-tokens", 0)
     with open(writer, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
         with pytest.raises(SystemExit) as stopped:
-            main(
-                [
-                    "train",
-                    "bigram",
-                    "--data",
-                    str(text_file),
-                    "--out",
-                    str(tmp_path / "a"),
-                    *endless,
-                ]
-            )
+            main([str(word) for word in (*train, *endless)])
         monkeypatch.undo()
     assert stopped.value.code == 141
     (step,) = RunDirectory(tmp_path / "a").checkpoint_steps()[-1:]
@@ -296,47 +248,16 @@ def test_control_characters_are_shown_as_pictures(tmp_path):
     assert "a␛[31m�␇ is not a run" in said
 
 
-def test_a_terminal_gets_no_control_characters_from_a_text(two):
-    ask = ("sample", two, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
+def test_a_terminal_gets_no_control_characters_from_a_text(text_file, tmp_path):
+    """Of a run of bytes, which can be any character."""
+    given = ("--data", text_file, "--tokenizer", "byte", "--out", tmp_path, "--sample-tokens", 0)
+    worked("train", "bigram", *given, "--steps", 1)
+    ask = ("sample", tmp_path, "--prompt", "dog\r\nthe", "--max-new-tokens", 0)
     code, shown = on_terminal(80, *ask)
 
     assert code == 0
     assert shown.endswith("dog␍\r\nthe\r\n")  # a terminal's own \r before each \n
     assert worked(*ask) == "dog\r\nthe\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [("plot", "--out", "losses.png"), ("look", "--prompt", "the", "--out", "look.html")],
-    ids=lambda command: command[0],
-)
-def test_a_file_that_cannot_be_written_is_named_and_the_earlier_one_stays(command, run, tmp_path):
-    name, *options = command
-    file = tmp_path / command[-1]
-    worked(name, run, *options, cwd=tmp_path)  # compiles what is kept in files, too
-    file.write_bytes(b"of yesterday")
-    with files_of_at_most(1000):
-        said = refused(name, run, *options, cwd=tmp_path)
-
-    assert said == f"jgpt: {command[-1]} can't be written: File too large"
-    assert contents(tmp_path) == {command[-1]: b"of yesterday"}
-
-
-@pytest.mark.parametrize("command", ["look", "plot"])
-def test_a_picture_s_missing_folder_is_said_before_anything_is_computed(
-    command, run, tmp_path, monkeypatch
-):
-    def never(*arguments, **options):
-        raise AssertionError("computed before the folder was checked")
-
-    monkeypatch.setattr("jgpt.cli.runs.loaded_run", never)
-    monkeypatch.setattr("jgpt.runs.plots.runs_image", never)
-    picture = "nodir/a.html" if command == "look" else "nodir/a.png"
-    options = [] if command == "plot" else ["--prompt", "the"]
-    said = refused(command, run, *options, "--out", picture, cwd=tmp_path)
-
-    assert said == f"jgpt: nodir is no folder: create it, or choose another for {picture}"
 
 
 @pytest.mark.slow
@@ -361,52 +282,39 @@ def test_sample_writes_more_texts_than_go_side_by_side(run, monkeypatch):
     assert len(set(texts)) == len(texts) == 3
 
 
-def test_only_weights_in_int8_are_quantised(run, monkeypatch):
-    sampled = []
-    monkeypatch.setattr("jgpt.nn.int8.with_int8_weights", lambda _: "quantised")
-    monkeypatch.setattr(
-        "jgpt.generation.text.stream_text", lambda model, *_, **__: sampled.append(model) or ()
-    )
-
-    def chat(model, *_, **__):
-        sampled.append(model)
-        raise ValueError("go")
-
-    monkeypatch.setattr("jgpt.generation.chat.Chat", chat)
-    for weights in ("saved", "int8"):
-        worked("sample", run, "--weights", weights)
-        assert refused("chat", run, "--weights", weights) == "jgpt: go"
-
-    assert [type(model) for model in sampled] == [GPT, GPT, str, str]
+def test_eval_prints_what_was_measured(trained):
+    found = evaluate(trained.path)
+    run = trained.path
+    assert found.loss == pytest.approx(trained.validation_loss, rel=1e-6)
+    lines = worked("eval", run).splitlines()
+    said = [float(re.findall(r"\d[\d.]*", line)[0]) for line in lines]
+    expected = (found.loss, found.perplexity, found.bits_per_character)
+    assert said == pytest.approx(expected, abs=6e-4)
+    assert f" {found.tokens:,} " in lines[0]
+    assert json.loads(worked("eval", run, "--json")) == dataclasses.asdict(found)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("sample", "--max-new-tokens", 3),
-        ("chat",),
-        ("look", "--prompt", "the"),
-        ("look",),
-        ("export", "--out", "exported"),
-        ("eval",),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_the_checkpoint_that_is_asked_for_is_the_one_that_is_read(
-    command, run, monkeypatch, tmp_path
-):
-    asked = []
+@pytest.mark.slow
+def test_a_mesh_samples_and_evaluates_alike(trained, monkeypatch):
+    said = []
+    meshes = []
 
-    def read(run, *_, which="best", **__):
-        asked.append(which)
-        raise ValueError("read")
+    def heard(call):
+        def wrapper(*arguments, **options):
+            meshes.append(dict(current_mesh().shape))
+            return call(*arguments, **options)
 
-    monkeypatch.setattr("jgpt.runs.load.load", read)
-    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", read)
-    name, *options = command
-    for given in ("best", "last", "30"):
-        ask = (name, run, *options, "--checkpoint", given)
-        assert refused(*ask, cwd=tmp_path) == "jgpt: read"
-    refused(name, run, *options, cwd=tmp_path)
+        return wrapper
 
-    assert asked == ["best", "last", 30, "best"]
+    monkeypatch.setattr("jgpt.runs.load.load", heard(load))
+    monkeypatch.setattr("jgpt.generation.text.stream_text", heard(stream_text))
+    monkeypatch.setattr("jgpt.runs.evaluate.evaluate", heard(evaluate))
+    for mesh in ((), ("--mesh", "data=2,fsdp=2,tensor=2")):
+        ask = (trained.path, *mesh)
+        text = worked("sample", *ask, "--max-new-tokens", 9, "--temperature", 0)
+        said.append((text, json.loads(worked("eval", *ask, "--json"))))
+    assert meshes == [{}] * 3 + [{"data": 2, "fsdp": 2, "tensor": 2}] * 3
+    (text, alone), (same, together) = said
+    assert text == same
+    assert alone["tokens"] == together["tokens"]
+    assert alone["loss"] == pytest.approx(together["loss"], rel=1e-6)

@@ -14,14 +14,14 @@ from jgpt.cli.console import ConsoleProgress
 from tests.cli.screen import Screen
 
 
-def story(width: int) -> str:
-    """What a terminal of some width shows of a run that is stopped."""
-    screen = Screen(width)
+def test_a_terminal_shows_whole_words_and_one_bar():
+    """All that it shows of a run that is stopped."""
+    screen = Screen(80)
     seconds = [0.0]
-    shown = [f"=== {width} columns"]
+    shown = ["=== 80 columns"]
     console = Console(
         file=screen,  # type: ignore[arg-type]
-        width=width,
+        width=80,
         force_terminal=True,
         color_system=None,  # or what is left of a bar is drawn in another colour
         get_time=lambda: seconds[0],
@@ -57,11 +57,8 @@ def story(width: int) -> str:
         progress.stopping()
         show("a signal")
     show("at the end")
-    return "\n".join(shown) + "\n"
-
-
-def test_a_terminal_shows_whole_words_and_one_bar():
-    assert story(80) == (Path(__file__).parent / "terminal_80.txt").read_text()
+    expected = Path(__file__).parent / "terminal_80.txt"
+    assert shown == expected.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

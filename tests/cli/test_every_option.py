@@ -38,12 +38,11 @@ def ours(model, tokens, rngs):
 """
 
 
-class Calls:
+class Calls(dict[str, dict]):
     """What functions of the library were called with, by name and parameter."""
 
     def __init__(self, monkeypatch) -> None:
         self.monkeypatch = monkeypatch
-        self.received: dict[str, dict] = {}
 
     def note(self, target: str, result=None, *, stop: bool = False, during=lambda call: None):
         """Replace a function by one that notes its arguments and returns `result`.
@@ -58,16 +57,13 @@ class Calls:
             for parameter in signature.parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
                     received |= received.pop(parameter.name, {})
-            self.received[name] = received
+            self[name] = received
             during(received)
             if stop:
                 raise ValueError(STOP)
             return result
 
         self.monkeypatch.setattr(target, noted)
-
-    def __getitem__(self, name: str) -> dict:
-        return self.received[name]
 
 
 @pytest.fixture
@@ -197,7 +193,6 @@ PARTS = {
 
 
 def words_of(fields: dict) -> list[str]:
-    """The options that give fields their values."""
     words = []
     for name, value in fields.items():
         flag = f"--{name.replace('_', '-')}"
@@ -249,13 +244,13 @@ def test_the_options_beside_the_config_reach_the_run(called, more, calls, tmp_pa
     initial = ("--initial", "other@40", "--with-optimizer")
 
     type_in("train", "tiny", *more, "--resume", *initial, *code, cwd=tmp_path)
-    first = calls.received.pop(called)
+    first = calls.pop(called)
     type_in("train", "tiny", *more, "--overwrite", cwd=tmp_path)
-    second = calls.received.pop(called)
+    second = calls.pop(called)
 
-    assert (first["initial"], first["with_optimizer"]) == ("other@40", True)
-    assert (first["resume"], first["overwrite"]) == (True, False)
-    assert (second["resume"], second["overwrite"]) == (False, True)
+    assert first == first | {"initial": "other@40", "with_optimizer": True}
+    assert first == first | {"resume": True, "overwrite": False}
+    assert second == second | {"resume": False, "overwrite": True}
     config = first["config"]
     made = (config.model.make, config.optimizer.make, config.objective)
     assert [each.__name__ for each in made] == ["GPT", "lion", "ours"]
@@ -269,41 +264,30 @@ def test_other_hardware_reaches_the_compiler(calls):
     assert calls["compile_ahead"]["on"] == "v5e:2x4"
 
 
-def test_warnings_of_a_plan_as_json_are_not_in_the_json(calls):
-    @dataclasses.dataclass
-    class Planned:
-        parameters: int = 3
-
-    def warn(call):
-        call["progress"].warned("a warning")
-
-    calls.note("jgpt.runs.fit.plan", Planned(), during=warn)
+@pytest.mark.parametrize(
+    ("words", "called"),
+    [(("train", "tiny", "--dry-run"), "fit.plan"), (("eval", "run"), "evaluate.evaluate")],
+)
+def test_warnings_are_not_in_the_json(words, called, calls):
+    found = Evaluation(0.5, 2.0, 3.0, 7)
+    during = lambda call: call["progress"].warned("a warning")  # noqa: E731
+    calls.note(f"jgpt.runs.{called}", found, during=during)
     calls.note("jgpt.cli.report.describe", [])
-    done = jgpt("train", "tiny", "--dry-run", "--json")
-    assert json.loads(done.stdout) == {"parameters": 3}
+    done = jgpt(*words, "--json")
+
+    assert json.loads(done.stdout) == dataclasses.asdict(found)
     assert "a warning" in done.stderr
-    TYPED.setdefault("train", set()).add("--json")
-
-
-def test_warnings_of_an_evaluation_as_json_are_not_in_the_json(calls):
-    def warn(call):
-        call["progress"].warned("a warning")
-
-    calls.note("jgpt.runs.evaluate.evaluate", Evaluation(0.5, 2.0, 3.0, 7), during=warn)
-    done = jgpt("eval", "run", "--json")
-
-    assert json.loads(done.stdout) == dataclasses.asdict(Evaluation(0.5, 2.0, 3.0, 7))
-    assert "a warning" in done.stderr
+    TYPED.setdefault(words[0], set()).add("--json")
 
 
 def test_the_processes_of_a_run_reach_jax(calls):
     calls.note("jgpt.parallel.processes.joined", stop=True)
     type_in("train", "tiny", "--coordinator", "host:1", "--processes", 3, "--process", 2)
-    received = [calls["joined"][name] for name in ("coordinator", "processes", "process")]
-    assert received == ["host:1", 3, 2]
+    received = calls["joined"]
+    assert received == received | {"coordinator": "host:1", "processes": 3, "process": 2}
     type_in("train", "tiny", "--distributed")
-    received = [calls["joined"][name] for name in ("coordinator", "processes", "process")]
-    assert received == [None, None, None]
+    received = calls["joined"]
+    assert received == received | dict.fromkeys(("coordinator", "processes", "process"))
 
 
 @pytest.mark.parametrize(("command", "takes"), [("sample", "load"), ("eval", "evaluate")])
@@ -327,18 +311,16 @@ def test_a_config_file_is_the_run_s_config(calls, tmp_path):
 
 def test_sample(loaded, tmp_path):
     loaded.note("jgpt.generation.text.stream_text", ())
-    rules = {"max_new_tokens": 5, "temperature": 0.3, "top_k": 4, "top_p": 0.6, "min_p": 0.2}
+    rules: dict = {"max_new_tokens": 5, "temperature": 0.3, "top_k": 4, "top_p": 0.6, "min_p": 0.2}
     words = ("--prompt", "a b", "--prompt", "c", "--stop", "x", "--stop", "y z")
     more = ("--seed", 9, "--weights", "int8", "--checkpoint", 30, "--model", "m.py:GPT")
     type_in(
         "sample", "run", *words_of(rules), *words, *more, "--mesh", "data=1", "--num-samples", 2
     )
     received = loaded["stream_text"]
+    rules |= {"prompts": ("a b", "a b", "c", "c"), "stop": ("x", "y z")}
+    rules |= {"model": "the model in int8", "tokenizer": TOKENIZER}
     assert {name: received[name] for name in rules} == rules
-    assert received["prompts"] == ("a b", "a b", "c", "c")
-    assert received["stop"] == ("x", "y z")
-    assert received["model"] == "the model in int8"
-    assert received["tokenizer"] is TOKENIZER
     expected = jax.random.fold_in(jax.random.key(9), 0)
     assert (jax.random.key_data(received["key"]) == jax.random.key_data(expected)).all()
     assert loaded["load"] == {"run_directory": Path("run"), "which": 30, **CODE}
@@ -348,6 +330,7 @@ def test_sample(loaded, tmp_path):
     type_in("sample", "run", "--prompt-file", "prompt.txt", cwd=tmp_path)
     assert loaded["stream_text"]["prompts"] == ("of a file",)
     assert loaded["stream_text"]["model"] == "the model"
+    assert loaded["load"]["which"] == "best"
 
 
 @pytest.mark.parametrize(
@@ -376,11 +359,9 @@ def test_chat(loaded):
     words = ("--seed", 9, "--weights", "int8", "--checkpoint", "last", "--model", "m.py:GPT")
     type_in("chat", "run", *words_of(rules), *words)
     received = loaded["Chat"]
-    assert {name: received[name] for name in rules} == rules
-    assert received["model"] == "the model in int8"
+    assert received == received | rules | {"model": "the model in int8"}
     assert received["key"] == jax.random.key(9)
-    assert loaded["load"]["which"] == "last"
-    assert loaded["load"]["model"] == "m.py:GPT"
+    assert loaded["load"] == {"run_directory": Path("run"), "which": "last", **CODE}
 
 
 def test_eval(calls):
@@ -390,15 +371,13 @@ def test_eval(calls):
     type_in("eval", "run", "--json", *words)
     received = calls["evaluate"]
 
-    assert received["run"] == Path("run")
-    assert received["which"] == 30
-    assert received["split"] == "test"
-    assert received["model"] == "m.py:GPT"
+    expected = {"run": Path("run"), "which": 30, "split": "test", **CODE}
+    assert received == received | expected
     assert calls["use_mesh"] == {"mesh": "data=1"}
 
     type_in("eval", "run", "--data", "a.txt", "b.txt", "--data-field", "body")
-    assert calls["evaluate"]["data"] == ("a.txt", "b.txt")
-    assert calls["evaluate"]["data_field"] == "body"
+    received = calls["evaluate"]
+    assert received == received | {"data": ("a.txt", "b.txt"), "data_field": "body"}
 
 
 def test_info(calls):
@@ -428,8 +407,7 @@ def test_shapes(switch, trace, calls):
     assert drawn == "a line of depth 2\n"
     assert json.loads(as_json) == {"in": "json"}
     received = calls[f"{trace}_program"]
-    assert received["batch"] == 5
-    assert received["time"] == 7
+    assert received == received | {"batch": 5, "time": 7}
     assert list(calls["config_of"].values()) == ["run", "m.py:GPT"]
 
 
@@ -542,9 +520,8 @@ def test_export(loaded, monkeypatch, tmp_path):
     type_in("export", "run", "--out", "my_folder", "--checkpoint", 30)
     received = loaded["save_hf"]
 
-    assert received["directory"] == Path("my_folder")
-    assert received["like"] == "the folder imported from"
-    assert received["tokenizer"] is TOKENIZER
+    like = {"like": "the folder imported from"}
+    assert received == received | like | {"directory": Path("my_folder"), "tokenizer": TOKENIZER}
     assert loaded["load"]["which"] == 30
 
     loaded.note("jgpt.interop.gguf.save_gguf")
@@ -554,9 +531,7 @@ def test_export(loaded, monkeypatch, tmp_path):
     gguf = ("--to", "gguf", "--out", "my.gguf", "--weights", "q8_0", "--modelfile")
     type_in("export", "run", *gguf)
     received = loaded["save_gguf"]
-    assert str(received["file"]) == "my.gguf"
-    assert received["weights"] == "q8_0"
-    assert received["like"] == "the folder imported from"
+    assert received == received | like | {"file": Path("my.gguf"), "weights": "q8_0"}
     assert Path("Modelfile").read_text() == "FROM ./my.gguf\nPARAMETER num_ctx 24\n"
 
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 import importlib.metadata
+import inspect
 
 import pytest
 
+from jgpt.cli.commands.export import export
 from jgpt.cli.commands.import_ import import_
+from jgpt.cli.commands.sample import sample
 from jgpt.cli.commands.train import train
-from jgpt.cli.options import COMMON_OPTIONS, parse
+from jgpt.cli.options import COMMON_OPTIONS, TRAIN, in_options, parse
 from jgpt.fields import to_json
 from jgpt.presets import PRESETS
 from tests.commands import refused, worked
@@ -23,18 +26,6 @@ def flags(help: str) -> list[str]:
     """The options that a help shows, in order, without those that switch others off."""
     words = [line.strip("│ ").split(" ")[0].rstrip(",") for line in help.splitlines()]
     return [word[2:] for word in words if word.startswith("--")]
-
-
-def fields(config) -> list[str]:
-    """The names of its fields and of those of its parts."""
-    names = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            names += fields(value)
-        else:
-            names.append(field.name)
-    return names
 
 
 def test_repeating_a_list_appends():
@@ -135,3 +126,31 @@ def test_an_option_of_other_programs_is_answered_with_ours(command, flag, meant)
 
 def test_the_version_is_the_package_s():
     assert worked("--version") == f"jgpt {importlib.metadata.version('jgpt')}\n"
+
+
+SAMPLE, EXPORT = (inspect.signature(it).parameters for it in (sample, export))
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "option"),
+    [
+        (TRAIN, "`resume=True`", "--resume"),
+        (TRAIN, "`use_bias=False`", "--no-use-bias"),
+        (TRAIN, "`out='my run'`", "--out 'my run'"),
+        (TRAIN, "`mesh=fsdp=N`", "--mesh fsdp=N"),
+        (TRAIN, "`trackers=('wandb', 'a b')`", "--trackers wandb 'a b'"),
+        (TRAIN, "`out=None`", "--out None"),
+        (TRAIN, "`model.dropout`", "--dropout"),
+        (TRAIN, "`keep_best`", "--keep-best"),
+        (SAMPLE, "`which=4`", "--checkpoint 4"),
+        (EXPORT, "`modelfile=True`", "--modelfile"),
+        # what a command has no option for stays as it is in Python
+        (EXPORT, "`qkv_bias=False`", "`qkv_bias=False`"),
+        (TRAIN, "`other.dropout`", "`other.dropout`"),
+        (TRAIN, "`git lfs pull`", "`git lfs pull`"),
+    ],
+)
+def test_a_field_is_spelled_as_an_option(options, field, option):
+    message = f"a split=test: {field} must be"
+
+    assert in_options(message, options) == f"a split=test: {option} must be"

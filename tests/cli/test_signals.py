@@ -58,28 +58,17 @@ def test_the_first_asks_and_the_second_leaves(heard, number):
     assert heard.calls == ["first", "second", 143]
 
 
-def test_ctrl_c_pressed_twice_in_a_second_is_one_request(heard, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_what_is_told_twice_in_a_second_is_one_request(heard, monkeypatch, number, code):
+    """Ctrl-C in a hurry, and a closed terminal."""
     first = threading.Event()
     with stop_requested(first.set, lambda: heard.calls.append("second")) as codes:
-        send(signal.SIGINT)
+        send(number)
         assert first.wait(10)
-        send(signal.SIGINT)
+        send(number)
         assert not heard.left.wait(0.3)
-        assert codes == [130]
+        assert codes == [code]
         monkeypatch.setattr(signals, "SECONDS_OF_A_PRESS", 0.3)
-        send(signal.SIGINT)
-        assert heard.left.wait(10)
-    assert heard.calls == ["second", 130]
-
-
-def test_a_closed_terminal_is_one_request_however_often_it_is_told_of(heard):
-    first = threading.Event()
-    with stop_requested(first.set, lambda: heard.calls.append("second")) as codes:
-        send(signal.SIGHUP)
-        assert first.wait(10)
-        send(signal.SIGHUP)
-        assert not heard.left.wait(0.3)
-        assert codes == [129]
         send(signal.SIGINT)
         assert heard.left.wait(10)
     assert heard.calls == ["second", 130]

@@ -21,3 +21,21 @@ def read_text(words: list[str], warn: Any = lambda message: None, **options: Any
 
 def chunks_of(words: list[str], size: int, **options: Any) -> Iterator[str]:
     return text_chunks(find_files(words), size, **options)
+
+
+SLOW_AFTER = """
+import sys, time
+from pathlib import Path
+from jgpt import DataConfig
+from jgpt.data import dataset, prepared
+prepared.SECONDS_BETWEEN_SAVES = 0.0
+prepared.PIECE = 5000
+chunks = prepared.text_chunks
+def slowly(files, size, **how):
+    for number, chunk in enumerate(chunks(files, size, **how)):
+        if number > int(sys.argv[1]) and size == 5000:
+            time.sleep(600)
+        yield chunk
+prepared.text_chunks = slowly
+"""
+"""The beginning of a program in which a text ends after so many chunks, for ten minutes."""

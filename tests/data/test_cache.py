@@ -1,9 +1,7 @@
 """A text is tokenized once, into the user's cache, in little memory."""
 
-import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -11,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from jgpt import BPETokenizer, CharTokenizer, DataConfig
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import digest_of
-from tests.data.files import write
+from tests.data.files import SLOW_AFTER, write
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 # a folder of scripts, which pyright doesn't know
@@ -55,6 +52,7 @@ def test_a_text_is_tokenized_once_for_new_runs_and_those_that_are_resumed(
     tokens = np.concatenate([first.train, first.validation])
     assert first.tokenizer.decode(tokens) == text.read_text()
     assert first.digest == digest_of(tokens)
+    assert first.train.dtype == (np.uint16 if kind == "bpe" else np.uint8)
 
     monkeypatch.setattr(prepared_module, "encode_each", None)
     for tokenizer in (None, first.tokenizer):
@@ -64,7 +62,6 @@ def test_a_text_is_tokenized_once_for_new_runs_and_those_that_are_resumed(
 
 
 def test_what_happens_to_a_text_that_is_edited_touched_moved_or_linked(text, user_cache):
-    """As the table in the documents says."""
     first = load_dataset(DataConfig((str(text),)), 8).digest
 
     os.utime(text, ns=(1, 1))  # touched: tokenized again, to the same tokens
@@ -156,62 +153,33 @@ def test_tokens_that_no_run_has_opened_for_a_month_are_deleted_unless_they_are_l
     assert not list(cache.glob("*.lock"))
 
 
-def test_a_full_disk_is_named_with_the_folder_and_leaves_nothing(text, user_cache, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(prepared_module, "encode_each", full)
-    message = r"prepared/\w+ can't be written: No space left on device"
-
-    with pytest.raises(OSError, match=message):
-        load_dataset(DataConfig((str(text),)), 8)
-    assert folders(user_cache) == []
-
-
-CODE = """
-import sys, time, platformdirs
-platformdirs.user_cache_dir = lambda *_: sys.argv[2]
-from jgpt import DataConfig
-from jgpt.data import dataset, prepared
-prepared.SECONDS_BETWEEN_SAVES = 0.0
-prepared.PIECE = 5000
-chunks = prepared.text_chunks
-def slowly(*arguments, **options):
-    for number, chunk in enumerate(chunks(*arguments, **options)):
-        if number > 7 and sys.argv[3] == "hang":
-            time.sleep(600)
-        yield chunk
-prepared.text_chunks = slowly
-config = DataConfig((sys.argv[1],), tokenizer="byte")
-print(dataset.load_dataset(config, 8, warn=lambda line: print(line, flush=True)).digest)
+CODE = f"""{SLOW_AFTER}
+import platformdirs
+platformdirs.user_cache_dir = lambda *_: sys.argv[3]
+dataset.load_dataset(DataConfig((sys.argv[2],), tokenizer="byte"), 8)
 """
 
 
 def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, user_cache):
-    def start(how):
-        command = [sys.executable, "-c", CODE, str(text), str(user_cache), how]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", CODE, "7", str(text), str(user_cache)]
+    said = []
 
     def done():
         files = list((user_cache / "prepared").glob("*.partial/done.json"))
         return files and int(files[0].read_text()[1:].split(",")[0]) > 15_000
 
-    first = start("hang")
-    try:
+    def warn(line):
+        said.append(line)
+        first.kill()
+
+    with subprocess.Popen(command) as first:
         deadline = time.monotonic() + 120
         while not done():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        second = start("on")
-        assert second.stdout is not None
-        assert second.stdout.readline() == (
-            "another process is tokenizing this text: waiting for it\n"
-        )
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
-    said, _ = second.communicate(timeout=120)
-    continuing, digest = said.splitlines()
+        digest = load_dataset(DataConfig((str(text),), tokenizer="byte"), 8, warn=warn).digest
+    waiting, continuing = said
+    assert waiting == "another process is tokenizing this text: waiting for it"
     assert continuing.startswith("continuing after the ")
     assert int(continuing.split()[3].replace(",", "")) > 15_000
     assert digest == digest_of(np.frombuffer(text.read_bytes(), np.uint8))
@@ -219,29 +187,6 @@ def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, use
 
 
 # --- parts of a text -----------------------------------------------------------------------------
-
-
-def spaced(prepend):
-    """A tokenizer that puts a space before each text, as Llama's does."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
-    steps = [tokenizers.normalizers.Replace(" ", "▁")]
-    if prepend:
-        steps.insert(0, tokenizers.normalizers.Prepend("▁"))
-    backend.normalizer = tokenizers.normalizers.Sequence(steps)
-    return BPETokenizer(backend)
-
-
-@pytest.mark.parametrize("prepend", [True, False])
-def test_the_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path, monkeypatch, prepend):
-    """Also of a tokenizer for which each text begins with a space."""
-    tokenizer = spaced(prepend)
-    text = "a a aa a " * 99
-    path = write(tmp_path, "a.txt", text)
-    monkeypatch.setattr(prepared_module, "PIECE", 17)
-    dataset = load_dataset(DataConfig((path,)), 1, tokenizer=tokenizer)
-
-    assert [*dataset.train, *dataset.validation] == tokenizer.encode(text).tolist()
-    assert tokenizer.encode("a").tolist() == ([2] if prepend else [1])
 
 
 @pytest.mark.parametrize("size", [17, 1 << 14])

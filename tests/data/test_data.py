@@ -1,6 +1,5 @@
 """A batch is a function of the tokens, the seed and the step; an evaluation sees all once."""
 
-import dataclasses
 import hashlib
 import math
 import re
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 from jgpt import BPETokenizer, ByteTokenizer, CharTokenizer, DataConfig
 from jgpt.data import batches as batches_module
 from jgpt.data import encode
-from jgpt.data import prepared as prepared_module
 from jgpt.data.batches import batch, batches, evaluation_windows, resident, windows_by_number
 from jgpt.data.dataset import load_dataset
 from jgpt.data.encode import count_characters
 from jgpt.data.prepared import digest_of, prepare
 from jgpt.parallel.mesh import make_mesh
+from tests.data.files import write
 
 COUNTING = np.arange(1013, dtype=np.int32)
 """Each token is its own position, so that a window shows where it was cut."""
@@ -109,11 +108,6 @@ def test_an_evaluation_covers_each_target_exactly_once(length, block_size, batch
     assert in_order[..., 1:][counts].all()
 
 
-def write(folder, text, name="input.txt"):
-    (folder / name).write_text(text, newline="")
-    return DataConfig(data=(str(folder / name),))
-
-
 def test_tiny_shakespeare_splits_as_in_the_lecture(data_directory):
     halves = DataConfig(data=("shakespeare",), validation_fraction=0.05, test_fraction=0.05)
 
@@ -138,8 +132,8 @@ def test_what_is_held_out_for_the_test_is_not_trained_on(tmp_path, length, held_
     """0.01 + 0.06 is less than 0.07 as floats, which would train on another token."""
     text = "abcdefghij" * (length // 10) + "k" * (length % 10)
     validation_fraction, test_fraction = held_out
-    config = dataclasses.replace(
-        write(tmp_path, text),
+    config = DataConfig(
+        (write(tmp_path, "a.txt", text),),
         tokenizer="byte",
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
@@ -171,59 +165,25 @@ def test_the_characters_that_begin_in_tokens_are_counted(monkeypatch):
     assert count_characters(without_first_byte, ByteTokenizer()) == 1
 
 
-@pytest.fixture
-def prepared(tmp_path):
-    """A prepared text of 300 characters, in few of them."""
-    config = write(tmp_path, "one two three\n" * 21 + "four..")
-    assert prepare(config, tmp_path / "prepared") == 300
-    return tmp_path / "prepared"
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_chunks_prepare_to_the_same_tokens(tmp_path, monkeypatch, tokenizer):
-    text = "Wer reitet so spät?\nEs ist der Vater, 🙂\n\n  mit Kind.\n" * 9
-    config = dataclasses.replace(write(tmp_path, text), tokenizer=tokenizer, bpe_vocab_size=280)
-    direct = load_dataset(config, 8)
-    out = tmp_path / "out"
-    monkeypatch.setattr(prepared_module, "PIECE", 17)
-    total = prepare(config, out)
-    mapped = load_dataset(DataConfig(data=(str(out),)), 8)
-
-    assert type(mapped.train) is np.memmap
-    assert mapped.train.dtype == (np.uint16 if tokenizer == "bpe" else np.uint8)
-    assert np.array_equal(mapped.train, direct.train)
-    assert np.array_equal(mapped.validation, direct.validation)
-    assert mapped.tokenizer.to_json() == direct.tokenizer.to_json()
-    assert mapped.digest == direct.digest
-    assert total == len(direct.train) + len(direct.validation)
-    names = ["dataset.json", "tokenizer.json", "tokens.bin"]
-    assert sorted(path.name for path in out.iterdir()) == names
-    assert (out / "dataset.json").read_text().endswith("}\n")
-
-
-def holding(name, data):
-    """A damage: the file has this in it."""
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def missing(name):
-    """A damage: the file is gone."""
-    return lambda folder: (folder / name).unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "data", "message"),
     [
-        (holding("tokens.bin", bytes(299)), "has 299 bytes, not the 300 uint8 tokens"),
-        (missing("tokens.bin"), "is damaged .*tokens.bin.*: prepare it again"),
-        (holding("dataset.json", b"{}"), "is damaged .KeyError: 'dtype'.: prepare it again"),
-        (missing("tokenizer.json"), "there is no tokenizer .*tokenizer.json"),
+        ("tokens.bin", bytes(299), "has 299 bytes, not the 300 uint8 tokens"),
+        ("tokens.bin", None, "is damaged .*tokens.bin.*: prepare it again"),
+        ("dataset.json", b"{}", "is damaged .KeyError: 'dtype'.: prepare it again"),
+        ("tokenizer.json", None, "there is no tokenizer .*tokenizer.json"),
     ],
 )
-def test_damaged_prepared_data_is_rejected(prepared, damage, message):
-    damage(prepared)
+def test_damaged_prepared_data_is_rejected(tmp_path, name, data, message):
+    path = write(tmp_path, "a.txt", "one two three\n" * 21 + "four..")
+    prepare(DataConfig((path,)), tmp_path / "prepared")
+    file = tmp_path / "prepared" / name
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+
     with pytest.raises((ValueError, OSError), match=message):
-        load_dataset(DataConfig(data=(str(prepared),)), 8)
+        load_dataset(DataConfig(data=(str(file.parent),)), 8)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +191,7 @@ def test_damaged_prepared_data_is_rejected(prepared, damage, message):
 )
 def test_a_split_has_a_block_and_its_targets(tmp_path, characters, split, tokens):
     """A tenth of the text is the validation split."""
-    config = write(tmp_path, "a" * characters)
+    config = DataConfig((write(tmp_path, "a.txt", "a" * characters),))
     message = (
         f"the {split} split has {tokens} tokens, too few for one block of 16 and its targets: use "
         "more text or a smaller `block_size`"

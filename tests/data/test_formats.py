@@ -30,16 +30,10 @@ def lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def packed(data, suffix):
-    if suffix == ".gz":
-        return gzipped(data)
-    return data
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_text_and_json_lines_are_read_packed_or_not(tmp_path, suffix):
     def written(name, data):
-        return write(tmp_path, f"{name}{suffix}", packed(data, suffix))
+        return write(tmp_path, f"{name}{suffix}", gzipped(data) if suffix else data)
 
     byte_order_mark = b"\xef\xbb\xbf"
     documents = written("a.JSONL", byte_order_mark + lines(*RECORDS))

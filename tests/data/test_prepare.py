@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,25 +18,13 @@ from jgpt import DataConfig, files
 from jgpt.data import prepared as prepared_module
 from jgpt.data.dataset import load_dataset
 from jgpt.data.prepared import prepare
-from tests.commands import files_of_at_most, refused
+from tests.commands import files_of_at_most, refused, worked
+from tests.data.files import SLOW_AFTER
 from tests.disk import Disk
 
-CODE = """
-import sys, time
-from pathlib import Path
-from jgpt import DataConfig
-from jgpt.data import prepared
-prepared.SECONDS_BETWEEN_SAVES = 0.0
-prepared.PIECE = 5000
-chunks = prepared.text_chunks
-def slowly(files, size, **how):
-    for number, chunk in enumerate(chunks(files, size, **how)):
-        if number > 40 and size == 5000:
-            time.sleep(600)
-        yield chunk
-prepared.text_chunks = slowly
-config = DataConfig((sys.argv[1],), sys.argv[2], 300)
-prepared.prepare(config, Path(sys.argv[3]))
+CODE = f"""{SLOW_AFTER}
+config = DataConfig((sys.argv[2],), sys.argv[3], 300)
+prepared.prepare(config, Path(sys.argv[4]))
 """
 
 
@@ -66,38 +53,27 @@ def encoded(monkeypatch):
     return lengths
 
 
-def start(text, tokenizer, out):
-    """A process that prepares 40 chunks and then waits."""
-    return subprocess.Popen([sys.executable, "-c", CODE, text, tokenizer, out])
-
-
-def wait_for(found, process):
-    deadline = time.monotonic() + 120
-    while not found():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def done_files(out):
-    """Of more than the first chunks."""
-    found = list(out.parent.glob(f"{out.name}.*.partial/done.json"))
-    return [path for path in found if int(path.read_text().strip("[]").split(",")[0]) > 100_000]
-
-
 def test_a_killed_process_is_continued(text, tmp_path, monkeypatch, encoded):
     out = tmp_path / "out"
     config = DataConfig((str(text),), tokenizer="bpe", bpe_vocab_size=300)
-    process = start(text, "bpe", out)
+    process = subprocess.Popen([sys.executable, "-c", CODE, "40", text, "bpe", out])
+    done_files: list[Path] = []
+    deadline = time.monotonic() + 120
     try:
-        wait_for(lambda: done_files(out), process)
+        while not done_files:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            found = tmp_path.glob("out.*.partial/done.json")
+            # of more than the first chunks
+            done_files = [path for path in found if json.loads(path.read_text())[0] > 100_000]
         with pytest.raises(BlockingIOError, match="out is in use by another process"):
             prepare(config, out)
         assert process.poll() is None
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-    (done_file,) = done_files(out)
+    (done_file,) = done_files
     partial = done_file.parent
     with (partial / "tokens.bin").open("ab") as file:  # written, but not known to be
         file.write(b"abc")
@@ -156,11 +132,11 @@ def test_an_interruption_keeps_what_was_done_and_an_error_nothing(text, tmp_path
 
 
 def test_a_text_of_one_line_is_prepared_in_parts(tmp_path, encoded):
-    words = " ".join(["one", "fish", "two", "fishes"] * 200_000)
+    words = " ".join(["one", "fish", "two", "fishes"] * 50_000)
     (tmp_path / "line.txt").write_text(words)
     config = DataConfig((str(tmp_path / "line.txt"),), "bpe", 270)
     prepare(config, tmp_path / "out")
-    assert len(encoded) == 16
+    assert len(encoded) == 4
     assert max(encoded) < 300_000
     mapped = load_dataset(DataConfig((str(tmp_path / "out"),)), 8)
     assert mapped.digest == load_dataset(config, 8).digest
@@ -277,15 +253,10 @@ def test_an_error_at_any_call_leaves_nothing_and_the_next_try_works(
 def test_a_pipe_is_prepared(tmp_path):
     """As in `zcat text.gz | jgpt prepare - --out DIR`."""
     text = "one two three\n" * 99
-    done = subprocess.run(
-        [sys.executable, "-m", "jgpt", "prepare", "-", "--out", tmp_path / "out"],
-        input=text.encode(),
-        capture_output=True,
-        check=True,
-    )
+    said = worked("prepare", "-", "--out", tmp_path / "out", stdin=text.encode())
     prepared = prepared_module.open_prepared(tmp_path / "out")
 
-    assert done.stdout.startswith(b"1,386 tokens in ")
+    assert said.startswith("1,386 tokens in ")
     assert prepared.tokenizer.decode(prepared.tokens) == text
     names = ["dataset.json", "tokenizer.json", "tokens.bin"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names

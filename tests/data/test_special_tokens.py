@@ -15,7 +15,6 @@ from jgpt.interop.text_files import read_folder_tokenizer
 from tests.generation.test_chat import Model
 
 TEXT = "hello world, hello word: the world is low and the word is old\n" * 9
-BOS = {"llama2": "<s>", "llama3": "<|begin_of_text|>"}
 
 
 def trained(backend: Any, **options: Any) -> Any:
@@ -64,18 +63,12 @@ def llama3() -> Any:
     return with_template(backend, trim, begin="<|begin_of_text|>")
 
 
-BACKENDS = {"llama2": llama2, "llama3": llama3}
 TEXTS = ["hello world", "", " hello\n\nword", "the 12345 wörld 你好", "a" * 70_000]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def family(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def backend(family) -> Any:
-    return BACKENDS[family]()
+@pytest.fixture(scope="module", params=[llama2, llama3])
+def backend(request) -> Any:
+    return request.param()
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +86,14 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(backend, tokenizer):
         assert tokenizer.encode_part(text).tolist() == expected[1:]  # and not without
 
 
-def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
-    begin = BOS[family]
+def test_a_text_begins_with_one_token_however_it_is_written(tokenizer):
     (token,) = tokenizer.begin
+    begin = tokenizer.decode([token])
     text = f"{begin}hello"  # as a chat template writes it
 
     written = tokenizer.encode(text).tolist()
 
-    assert tokenizer.decode([token]) == begin
+    assert begin in ("<s>", "<|begin_of_text|>")
     assert tokenizer.encode("").tolist() == [token]
     assert tokenizer.encode(begin).tolist() == [token]
     assert written == [token, *tokenizer.encode_part(text).tolist()[1:]]
@@ -111,7 +104,7 @@ def test_a_text_begins_with_one_token_however_it_is_written(family, tokenizer):
         assert other.begin == ()
 
 
-def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
+def test_documents_are_told_apart_by_them(tokenizer, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "hello world"}\n{"text": "the word"}\n' * 30)
     config = DataConfig((str(path),))
@@ -126,43 +119,26 @@ def test_documents_are_told_apart_by_them(family, tokenizer, tmp_path):
     assert tokens[: len(first_document) + 1] == [*first_document, begin]
 
 
-def with_tokens(backend: Any, contents: tuple[str, ...], fields: dict[str, bool]) -> Any:
+def with_tokens(backend: Any, *contents: str, **fields: bool) -> Any:
     backend = tk.Tokenizer.from_str(backend.to_str())
-    normalized = fields.get("normalized", False)
-    options = {**fields, "normalized": normalized}
-    backend.add_special_tokens([tk.AddedToken(content, **options) for content in contents])
+    tokens = [tk.AddedToken(content, normalized=False, **fields) for content in contents]
+    backend.add_special_tokens(tokens)
     return backend
 
 
-def token_fields(content: str, **changed: bool) -> dict[str, Any]:
-    fields = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"content": content, "special": True, **fields, **changed}
-
-
-FOLDERS = {
-    "a token in the config does": {
-        "tokenizer_config.json": {
-            "eos_token": "<A>",
-            "added_tokens_decoder": {"300": token_fields("<A>", lstrip=True)},
-        }
-    }
-}
-"""Files beside a tokenizer.json whose token <A> takes the spaces after it."""
-
-
-@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
-def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tmp_path):
+def test_the_config_beside_a_tokenizer_changes_its_tokens_as_in_transformers(tmp_path):
+    """There the token takes the spaces before it, and not those after it."""
     transformers = pytest.importorskip("transformers")
-    backend = with_tokens(llama3(), ("<A>",), {"rstrip": True})
+    backend = with_tokens(llama3(), "<A>", rstrip=True)
     backend.save(str(tmp_path / "tokenizer.json"))
-    for name, values in files.items():
-        if name == "tokenizer_config.json":
-            values = {"tokenizer_class": "PreTrainedTokenizerFast", **values}
-        decoder = values.get("added_tokens_decoder")
-        if decoder:
-            number = str(backend.token_to_id("<A>"))
-            values = {**values, "added_tokens_decoder": {number: decoder["300"]}}
-        (tmp_path / name).write_text(json.dumps(values))
+    token = {"content": "<A>", "special": True, "lstrip": True}
+    token |= dict.fromkeys(("single_word", "rstrip", "normalized"), False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<A>",
+        "added_tokens_decoder": {str(backend.token_to_id("<A>")): token},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = read_folder_tokenizer(tmp_path, 500)
     text = "hello \n<A> \nworld <B> <C> <D> \nthe"
@@ -170,23 +146,17 @@ def test_files_beside_a_tokenizer_change_its_tokens_as_in_transformers(files, tm
     assert tokenizer.encode(text).tolist() == theirs(text).input_ids
 
 
-def encoded_parts(tokenizer, parts, **options) -> list[int]:
-    """The tokens of parts of a text that are encoded one after another."""
-    encoded = encode_each(tokenizer, parts, np.dtype(np.uint16), **options)
-    data = b"".join(of_part for _, of_part in encoded)
-    return np.frombuffer(data, np.uint16).tolist()
-
-
 def test_of_the_parts_of_a_text_only_the_first_one_begins_it(tokenizer):
-    tokens = encoded_parts(tokenizer, ["hello", " world"])
+    encoded = encode_each(tokenizer, ["hello", " world"], np.dtype(np.uint16))
+    data = b"".join(of_part for _, of_part in encoded)
 
-    assert tokens == tokenizer.encode("hello world").tolist()
+    assert np.frombuffer(data, np.uint16).tolist() == tokenizer.encode("hello world").tolist()
 
 
 def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(backend):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")  # with which transformers writes a template
-    backend = with_tokens(backend, (START, END), {})
+    backend = with_tokens(backend, START, END)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     theirs.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -201,10 +171,9 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_its_template(back
     ]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-    class LongModel(Model):
-        block_size = 500
-
-    chat = Chat(LongModel(), tokenizer, " hello \n")  # type: ignore[arg-type]
+    model: Any = Model()
+    model.block_size = 500
+    chat = Chat(model, tokenizer, " hello \n")
     turns = [chat._pieces(message["role"], message["content"]) for message in messages]
 
     assert chat._tokens(turns) == expected

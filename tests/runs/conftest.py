@@ -1,12 +1,12 @@
 import dataclasses
 import shutil
+from pathlib import Path
 
 import pytest
 
 from jgpt import TrainConfig
 from jgpt.runs import fit as fit_module
 from jgpt.runs import run as run_module
-from tests.browser import shared_browser
 
 LONG = 1e9
 
@@ -34,10 +34,10 @@ def fits_that_only_train(request, monkeypatch):
     monkeypatch.setattr(fit_module, "release_memory", lambda: None)
 
 
-@pytest.fixture(scope="module")
-def page():
-    """A page in Chromium."""
-    return shared_browser()
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """Where a test's run goes."""
+    return tmp_path / "run"
 
 
 @pytest.fixture

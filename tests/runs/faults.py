@@ -8,20 +8,10 @@ is left in the runs that are killed and resumed in a test or a benchmark.
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 # --- one file ------------------------------------------------------------------------------------
-
-
-class Fault(NamedTuple):
-    """Something done to one file, after which nothing may be read from it."""
-
-    name: str
-    apply: Callable[[Path], object]
-    said: str
-    """A regular expression: what the message says of a text file of a run, besides its name."""
 
 
 def flip_a_bit(file: Path) -> None:
@@ -38,17 +28,17 @@ def overwrite(data: bytes) -> Callable[[Path], object]:
     return lambda file: file.write_bytes(data)
 
 
-DAMAGED = r"is damaged"
-FAULTS = (
-    Fault("a flipped bit", flip_a_bit, DAMAGED),
-    Fault("cut off", cut_off, DAMAGED),
-    Fault("empty", overwrite(b""), DAMAGED),
-    Fault("half of JSON", overwrite(b"{"), DAMAGED),
-    Fault("not text", overwrite(b"\xff"), DAMAGED),
-    Fault("other JSON", overwrite(b"[]"), DAMAGED),
-    Fault("other fields", overwrite(b'{"model": {"embed_dim": "wide"}}'), DAMAGED),
-    Fault("missing", lambda file: file.unlink(), ""),
-)
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": flip_a_bit,
+    "cut off": cut_off,
+    "empty": overwrite(b""),
+    "half of JSON": overwrite(b"{"),
+    "not text": overwrite(b"\xff"),
+    "other JSON": overwrite(b"[]"),
+    "other fields": overwrite(b'{"model": {"embed_dim": "wide"}}'),
+    "missing": Path.unlink,
+}
+"""What is done to one file, after which nothing may be read from it."""
 
 
 @contextlib.contextmanager
@@ -62,14 +52,6 @@ def undone(file: Path) -> Iterator[None]:
 
 
 # --- a run whose process was killed --------------------------------------------------------------
-
-
-class Leftover(NamedTuple):
-    """What a killed process leaves, after which a run goes on as if it were not there."""
-
-    name: str
-    apply: Callable[[Path], object]
-    """Takes the run's directory."""
 
 
 def append_half_a_line(name: str) -> Callable[[Path], None]:
@@ -90,25 +72,26 @@ def leave_in_checkpoints(name: str) -> Callable[[Path], None]:
 
 
 LEFTOVERS_OF_A_START = (
-    Leftover("a lock", lambda run: (run / "lock").write_text("")),  # no process has it
-    Leftover("half a config", lambda run: (run / "config.json.partial").write_text("{")),
+    lambda run: (run / "lock").write_text(""),  # no process has it
+    lambda run: (run / "config.json.partial").write_text("{"),
 )
 """They are there before the run has a config: in a directory that has only these, one may begin."""
 LEFTOVERS = (
     *LEFTOVERS_OF_A_START,
-    Leftover("half a line of metrics", append_half_a_line("metrics.jsonl")),
-    Leftover("half a line of provenance", append_half_a_line("provenance.jsonl")),
-    Leftover("half a save", leave_in_checkpoints("9.orbax-checkpoint-tmp/half")),
-    Leftover("half a deletion", leave_in_checkpoints("deleted-1/half")),
-    Leftover("half of its sums", leave_in_checkpoints("9.sha256.json.0a1b2c3d.partial")),
-    Leftover("sums of no checkpoint", leave_in_checkpoints("9.sha256.json")),
+    append_half_a_line("metrics.jsonl"),
+    append_half_a_line("provenance.jsonl"),
+    leave_in_checkpoints("9.orbax-checkpoint-tmp/half"),
+    leave_in_checkpoints("deleted-1/half"),
+    leave_in_checkpoints("9.sha256.json.0a1b2c3d.partial"),
+    leave_in_checkpoints("9.sha256.json"),  # of no checkpoint
 )
+"""What a killed process leaves in a run, which goes on as if they were not there."""
 
 
-def leave_all(run: Path, leftovers: tuple[Leftover, ...] = LEFTOVERS) -> None:
+def leave_all(run: Path, leftovers: Iterable[Callable[[Path], object]] = LEFTOVERS) -> None:
     """As if a process had been killed at each of these moments."""
-    for leftover in leftovers:
-        leftover.apply(run)
+    for leave in leftovers:
+        leave(run)
 
 
 # --- a full disk ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jgpt import Run, TrainConfig
 from jgpt.runs.progress import Progress
 
@@ -66,3 +68,17 @@ class Heard(Progress):
 
     def stepped(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         self.steps.append(step)
+
+
+class Unread:
+    """What the device still computes; reading it is noted, since it waits for that."""
+
+    def __init__(self, array: Any, events: list[Any], name: Any = "waited") -> None:
+        self._array = array
+        self._events = events
+        self._name = name
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self._events[-1:] != [self._name]:
+            self._events.append(self._name)
+        return np.asarray(self._array, dtype)

@@ -180,15 +180,13 @@ class Calls(Heard):
         return self.stop_at is not None and len(calls) >= self.stop_at
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def many_calls(monkeypatch):
     """Each batch of an evaluation is a call of its own."""
     monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
 
 
-@pytest.mark.usefixtures("many_calls")
 def test_a_signal_ends_an_evaluation_and_the_state_is_saved_without_a_loss(quick, whole):
-    """In the second evaluation."""
     progress = Calls(stop_at=6 + 3)
     run = RunDirectory(Path(quick.out))
 
@@ -208,7 +206,6 @@ def test_a_signal_ends_an_evaluation_and_the_state_is_saved_without_a_loss(quick
     assert losses == [4, 11]
 
 
-@pytest.mark.usefixtures("many_calls")
 def test_a_signal_in_the_last_evaluation_does_not_cost_its_loss(quick, whole):
     progress = Calls(stop_at=2 * 6 + 3)
 
@@ -218,7 +215,6 @@ def test_a_signal_in_the_last_evaluation_does_not_cost_its_loss(quick, whole):
     assert run.validation_loss == whole.validation_loss
 
 
-@pytest.mark.usefixtures("many_calls")
 def test_time_to_save_in_an_evaluation_does_not_cost_its_loss(quick, whole, monkeypatch):
     """A checkpoint is due at every request."""
     monkeypatch.setattr(run_module, "SECONDS_BETWEEN_SAVES", 0.0)

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jgpt
 from jgpt import CharTokenizer
@@ -18,7 +17,6 @@ from tests.browser import Page
 from tests.commands import worked
 from tests.models import compiled, random_gpt
 from tests.page.records import record_of
-from tests.page.test_page import STARTED
 from tests.runs.test_plots import CONFIGS
 
 TOKENIZER = CharTokenizer("\n !/<>abceiprst\u20ac\U0001f642")  # seventeen characters
@@ -26,7 +24,6 @@ PROMPT = "script\u20ac\U0001f642\n<"
 
 
 def record(model, prompt: str = PROMPT) -> dict:
-    """What the program of a page computes of a prompt."""
     return record_of(Look(model, TOKENIZER, "run"), TOKENIZER.encode(prompt).tolist())
 
 
@@ -144,23 +141,6 @@ def test_the_page_may_ask_no_host_for_anything():
     assert not re.search(f"{addresses}|{style}|{link}", page)
 
 
-@pytest.fixture(scope="module")
-def run(trained) -> Path:
-    return trained.path
-
-
-# In a browser
-
-
-def open_page(page: Page, path: Path, width: int = 1280) -> None:
-    """Open a page, and wait until it has computed its first text."""
-    page.open("about:blank")
-    page.errors.clear()
-    page.requests.clear()
-    page.open(path, width)
-    page.run(STARTED)
-
-
 def middle_of(page: Page, element: str) -> tuple[float, float]:
     """Where the middle of an element is, which is brought into sight."""
     box = f"""(() => {{
@@ -184,20 +164,14 @@ def cell_of(page: Page, query: int, key: int) -> tuple[float, float]:
     return left + (key + 0.5) * cell, top + (query + 0.5) * cell
 
 
-def weight(data: dict, layer: int, head: int, query: int, key: int) -> str:
-    place = query * (query + 1) // 2 + key  # row by row, up to the diagonal
-    value = data["attention"][layer, head, place]
-    return f"{value:.4f}"
-
-
-def test_the_command_writes_a_page_that_computes(run, tmp_path):
-    said = worked("look", run, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
+def test_the_command_writes_a_page_that_computes(trained, tmp_path):
+    said = worked("look", trained.path, "--prompt", "So", "--max-new-tokens", 4, cwd=tmp_path)
 
     assert re.fullmatch(
         r"wrote look\.html, [\d.]+ [KM]iB: the model is in it; open it in a browser\n", said
     )
     data = json_of(tmp_path / "look.html")
-    assert data["name"] == run.name
+    assert data["name"] == trained.path.name
     assert data["text"].startswith("So")
     assert len(data["text"]) == 2 + 4
     assert data["prompt"] == 2

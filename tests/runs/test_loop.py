@@ -3,9 +3,9 @@
 import logging
 import math
 import re
+import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jgpt
-from jgpt import ByteTokenizer, ModelConfig, Run, evaluate, fit, load, save
+from jgpt import ByteTokenizer, ModelConfig, evaluate, fit, load, save
 from jgpt.data.batches import batches
 from jgpt.data.dataset import load_dataset
 from jgpt.nn.int8 import with_int8_weights
@@ -23,23 +23,12 @@ from jgpt.runs import checkpoints
 from jgpt.runs import fit as fit_module
 from jgpt.runs.directory import RunDirectory, read_config
 from jgpt.runs.fit import TrainingStopped, plan
+from jgpt.runs.progress import LineProgress, Progress, default_progress
 from jgpt.training.objective import next_token_loss
-from tests.commands import refused
-from tests.runs.harness import BIGRAM, Heard, kill_resume, with_changes
+from tests.models import weights_of
+from tests.runs.harness import BIGRAM, Heard, Unread, kill_resume, with_changes
 
 fingerprint = kill_resume.fingerprint
-
-
-def values_of(run: Path, name: str) -> dict[int, float]:
-    """What a metric was at each step that has it."""
-    lines = RunDirectory(run).metrics()
-    return {line["step"]: line[name] for line in lines if name in line}
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    """Where a test's run goes."""
-    return tmp_path / "run"
 
 
 # --- what a run is -------------------------------------------------------------------------------
@@ -99,23 +88,16 @@ def test_the_saved_config_repeats_the_run_and_shorter_calls_change_no_number(
     assert heard.steps == list(range(1, 12))  # steps_per_call is 3
 
 
-def test_overwriting_starts_again_with_another_text(copy, tmp_path):
-    """The old text's provenance would stand in the way of resuming with the new one."""
-    other = tmp_path / "new.txt"
-    other.write_text("so long lives this, and this gives life to thee " * 40)
-    config = with_changes(copy, **BIGRAM, dataset={"data": (str(other),)}, steps=2)
-    run = RunDirectory(Path(copy.out))
-
-    fit(config, overwrite=True)
-
-    assert [line["step"] for line in run.metrics()] == [1, 2]
-    assert run.checkpoint_steps() == [2]
-    (line,) = run.provenance()
-    assert line["tokens_sha256"] == load_dataset(config.dataset, 7).digest
-
-    fit(replace(config, steps=3), resume=True)
-
-    assert [line["step"] for line in run.provenance()] == [0, 2]
+def test_provenance_names_the_tokens(trained, poem):
+    (line,) = RunDirectory.open(trained.path).provenance()
+    assert line["tokens_sha256"] == load_dataset(trained.config.dataset, 7).digest
+    assert line["tokens"] == len(poem.read_text())  # of characters, both splits
+    assert (line["step"], line["seed"]) == (0, trained.config.seed)
+    assert line["versions"]["jax"] == jax.__version__
+    assert line["devices"] == ["cpu"] * jax.device_count()
+    assert len(line["tokens_sha256"]) == len(line["tokenizer_sha256"]) == 64
+    assert line["command"]
+    assert (line["mesh"], line["micro_batches"], line["attention_kernel"]) == (None, 1, "xla")
 
 
 # --- stops ---------------------------------------------------------------------------------------
@@ -131,7 +113,6 @@ def test_a_stop_while_the_text_is_tokenized_leaves_no_run(small_run, out):
 def test_one_of_several_processes_does_not_stop_alone_while_the_text_is_tokenized(
     small_run, out, monkeypatch
 ):
-    """The others would wait for it; they agree on a stop between steps."""
     monkeypatch.setattr(fit_module, "process_count", lambda: 2)
     config = with_changes(small_run, **BIGRAM, out=str(out))
 
@@ -140,63 +121,48 @@ def test_one_of_several_processes_does_not_stop_alone_while_the_text_is_tokenize
     assert len(prepared.run.dataset.train) > 0
 
 
-@pytest.mark.slow
-def test_patience_stops_says_so_and_keeps_the_best(small_run, out):
-    # a learning rate at which it gets worse from the first evaluation on
-    high = {"learning_rate": 9.0, "schedule": "constant", "warmup_steps": 0}
-    config = with_changes(small_run, **BIGRAM)
-    config = with_changes(config, optimizer=high, out=str(out), steps=400, patience=2)
-    progress = Heard()
-
-    run = fit(config, progress=progress)
-
-    losses = list(values_of(out, "validation_loss").values())
-    assert len(losses) < 100
-    assert losses.index(min(losses)) == len(losses) - 3
-    assert run.validation_loss == min(losses)
-
-    lines = RunDirectory(out).metrics()
-    fit(config, resume=True, progress=progress)
-
-    assert RunDirectory(out).metrics() == lines
-    why = "no better validation loss in `patience=2` evaluations"
-    assert progress.messages == [f"stopped at step {lines[-1]['step']} of 400: {why}"] * 2
-
-
-def test_the_first_evaluation_is_early(small_run, out, monkeypatch):
-    """At an eighth of the interval; then after 8 and 16 steps."""
+def test_patience_stops_says_so_and_keeps_the_best(small_run, out, monkeypatch):
+    """The first evaluation is at an eighth of the interval."""
     losses = iter([2.5, 3.0, 2.0, 2.5, 2.6])
     monkeypatch.setattr(fit_module.Evaluator, "mean", lambda *_: next(losses))
     config = with_changes(small_run, **BIGRAM, out=str(out), steps=99, eval_interval=8, patience=2)
 
-    run = fit(config, progress=None)
+    heard = Heard()
 
-    assert values_of(out, "validation_loss") == {1: 2.5, 8: 3.0, 16: 2.0, 24: 2.5, 32: 2.6}
+    run = fit(config, progress=heard)
+
+    lines = RunDirectory(out).metrics()
+    evaluated = [line["step"] for line in lines if "validation_loss" in line]
+    assert evaluated == [1, 8, 16, 24, 32]
     assert run.validation_loss == 2.0
     assert RunDirectory(out).checkpoint_steps() == [16, 24, 32]
+    found, best, last = (
+        weights_of(each.model) for each in (run, load(out, which=16), load(out, which="last"))
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, best))
+    assert not jax.tree.all(jax.tree.map(jnp.array_equal, found, last))
+
+    fit(config, resume=True, progress=heard)
+
+    assert RunDirectory(out).metrics() == lines
+    why = "no better validation loss in `patience=2` evaluations"
+    assert heard.messages == [f"stopped at step 32 of 99: {why}"] * 2
 
 
 # --- numbers that are not finite -----------------------------------------------------------------
 
 
-def exploding_objective(config, step: int) -> Any:
-    """An objective whose loss is not a number at one step, of which the batch is known."""
-    tokens = load_dataset(config.dataset, config.model.block_size).train
-    window = batches(tokens, config.seed, step - 1, 1, config.batch_size, config.model.block_size)
-    total = int(window.sum())
-
-    def objective(model, tokens, rngs):
-        loss = next_token_loss(model, tokens, rngs)
-        return jnp.where(tokens.sum() == total, jnp.nan, loss)
-
-    return objective
-
-
 def test_what_explodes_stops_the_run_and_keeps_the_state_before_it(small_run, out):
     config = with_changes(small_run, **BIGRAM, out=str(out), eval_interval=11)
+    tokens = load_dataset(config.dataset, 7).train
+    sixth = int(batches(tokens, config.seed, 5, 1, config.batch_size, 7).sum())
+
+    def exploding(model, tokens, rngs):
+        loss = next_token_loss(model, tokens, rngs)
+        return jnp.where(tokens.sum() == sixth, jnp.nan, loss)
 
     with pytest.raises(FloatingPointError) as stopped:
-        fit(config, objective=exploding_objective(config, 6))
+        fit(config, objective=exploding)
 
     assert re.fullmatch(
         r"loss is nan at step 6 \(learning_rate \S+, gradient_norm 0\): lower `learning_rate`; "
@@ -226,56 +192,6 @@ def test_a_model_that_gives_nan_at_once_is_to_blame_itself(small_run, out):
     fit(config, progress=None)
     with pytest.raises(FileExistsError, match="already exists"):
         fit(config, progress=None)
-
-
-def test_a_validation_loss_that_is_not_finite_keeps_the_checkpoint_before(
-    small_run, out, monkeypatch
-):
-    losses = iter([2.0, math.nan, math.nan])
-    monkeypatch.setattr(fit_module.Evaluator, "mean", lambda *_: next(losses))
-    config = with_changes(small_run, **BIGRAM, out=str(out))
-    refusal = "nan after step 8: lower `learning_rate`; checkpoint 4 is kept$"
-
-    with pytest.raises(FloatingPointError, match=refusal):
-        fit(config)
-
-
-# --- the best model ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def worsening(small_run, tmp_path_factory) -> Run:
-    """A run of averaged weights whose best model is not the last one."""
-    worse = {"learning_rate": 0.3, "schedule": "constant", "warmup_steps": 0, "ema_decay": 0.3}
-    config = with_changes(
-        small_run,
-        optimizer=worse,
-        # within a verse, with which the training text begins
-        dataset={"validation_fraction": 0.15},
-        steps=8,
-        eval_interval=2,
-        eval_tokens=50,
-        sample_tokens=60,
-        out=str(tmp_path_factory.mktemp("worsening") / "run"),
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fit_module, "draw_losses", lambda *_: None)
-        return fit(config)
-
-
-@pytest.mark.slow
-def test_the_model_of_a_run_is_its_best(worsening):
-    losses = values_of(worsening.path, "validation_loss")
-    best = min(losses, key=lambda step: losses[step])
-
-    assert list(losses) == [2, 4, 6, 8]
-    assert best < 8
-    assert worsening.validation_loss == losses[best]
-    expected = nnx.to_pure_dict(nnx.state(load(worsening.path, which=best).model))
-    model = nnx.to_pure_dict(nnx.state(worsening.model))
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, model, expected))
-    # all is evaluated, and not a part
-    assert evaluate(worsening.path).loss != pytest.approx(worsening.validation_loss, rel=1e-3)
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -348,20 +264,6 @@ def test_a_run_compiles_each_function_once(small_run, out):
     assert heard.messages == []
 
 
-class Unread:
-    """A metric of steps that are still under way; reading it waits for them."""
-
-    def __init__(self, events: list[Any], step: int, array: Any) -> None:
-        self._events = events
-        self._step = step
-        self._array = array
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        if self._events[-1] != ("waited", self._step):
-            self._events.append(("waited", self._step))
-        return np.asarray(self._array, dtype)
-
-
 def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_waited_for(
     small_run, out, monkeypatch
 ):
@@ -376,8 +278,10 @@ def test_the_next_call_is_dispatched_before_the_metrics_of_the_last_one_are_wait
             last = int(first + count)
             events.append(("dispatched", last))
             assert (np.asarray(windows).any(axis=(1, 2)) == (np.arange(2) < count)).all()
-            names = ("loss", "gradient_norm", "learning_rate")
-            unread = {name: Unread(events, last, getattr(metrics, name)) for name in names}
+            unread = {
+                name: Unread(getattr(metrics, name), events, ("waited", last))
+                for name in ("loss", "gradient_norm", "learning_rate")
+            }
             return state, types.SimpleNamespace(**unread, taken=metrics.taken, extra=None)
 
         return run
@@ -452,6 +356,7 @@ def test_no_stage_of_training_holds_a_second_state(small_run, out, monkeypatch):
         assert expected[name] <= alive < 1.3 * expected[name], (name, alive / expected[name])
 
 
+@pytest.mark.slow
 def test_a_state_whose_loss_is_not_finite_is_not_kept(small_run, out):
     """The parameters are finite, of 1e15, but their loss is not: no use to resume."""
     wild = {"learning_rate": 1e15, "warmup_steps": 0, "gradient_clip": 0.0}
@@ -463,24 +368,17 @@ def test_a_state_whose_loss_is_not_finite_is_not_kept(small_run, out):
     assert all(math.isfinite(line["loss"]) for line in RunDirectory(out).metrics())
 
 
-@pytest.mark.slow
-def test_weights_that_are_not_finite_are_not_evaluated_quantised_or_trained(poem, out):
+def test_weights_that_are_not_finite_are_not_evaluated_or_quantised(poem, out):
     config = ModelConfig(vocab_size=256, block_size=7, num_layers=1, num_heads=2, embed_dim=12)
     model = jgpt.GPT(config, rngs=nnx.Rngs(0))
     kernel = model.blocks[0].feed_forward.expansion.kernel
     kernel[...] = kernel[...].at[2, 3].set(jnp.nan)
     save(model, out, tokenizer=ByteTokenizer(), config=config)
-    training = with_changes(RunDirectory(out).config(), dataset={"data": (str(poem),)}, steps=2)
 
-    for weights in ("saved", "int8"):
-        line = refused("sample", out, "--weights", weights, "--max-new-tokens", 3)
-        assert "not finite" in line
     with pytest.raises(FloatingPointError, match=r"expansion\.kernel is not finite"):
         with_int8_weights(model)
     with pytest.raises(FloatingPointError, match=r"loss of .*run is nan: it has diverged"):
-        evaluate(out)
-    with pytest.raises(FloatingPointError, match="loss is nan at step 1 "):
-        fit(training, resume=True, progress=None)
+        evaluate(out, data=str(poem))
 
 
 def test_a_small_text_is_on_the_device_and_no_window_is_read_in_vain(small_run, out, monkeypatch):
@@ -497,3 +395,12 @@ def test_a_small_text_is_on_the_device_and_no_window_is_read_in_vain(small_run, 
 
     assert all(on_device)
     assert sum(counts) == 2
+
+
+def test_a_terminal_has_a_line_and_a_file_nothing(monkeypatch):
+    for is_terminal, kind in ((True, LineProgress), (False, Progress)):
+        stream = types.SimpleNamespace(isatty=lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert type(default_progress()) is kind
+    monkeypatch.setattr(sys, "stderr", None)
+    assert type(default_progress()) is Progress

@@ -37,19 +37,6 @@ class Distillation(nnx.Module):
 
 
 distillation = Distillation()
-
-
-def halved(model, tokens, rngs):
-    loss = next_token_loss(model, tokens, rngs)
-    return jgpt.Loss(loss, metrics={"mine/half": loss / 2})
-
-
-def wrong(model, tokens, rngs):
-    return model(tokens[:, :-1])
-
-
-def fails(model, tokens, rngs):
-    return model.nothing
 """
 
 
@@ -66,11 +53,15 @@ def config(small_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, file, tmp_path):
-    """One that holds a teacher, whose arrays are not saved."""
+@pytest.mark.parametrize(("mesh", "tolerance"), [(None, 0), ("data=4,fsdp=2", 1e-4)])
+def test_a_run_with_an_objective_is_recorded_logged_and_resumed(
+    config, file, tmp_path, mesh, tolerance
+):
+    """Bitwise on one device. The objective holds a teacher, whose arrays are not saved."""
     objective = f"{file}:distillation"
+    config = dataclasses.replace(config, batch_size=8)
     run = jgpt.fit(config, objective=objective, progress=None)
-    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
+    stopped = dataclasses.replace(config, mesh=mesh, out=str(tmp_path / "stopped"))
     stop = stopping(tmp_path / "stopped")
     with pytest.raises(TrainingStopped):
         jgpt.fit(stopped, objective=objective, progress=None, should_stop=stop)
@@ -79,8 +70,8 @@ def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, 
     resumed = jgpt.fit(stopped, objective=objective, resume=True, progress=None)
 
     for name in ("loss", "distance/teacher", "gradient_norm"):
-        assert run.metrics[name] == resumed.metrics[name]
-    assert run.validation_loss == resumed.validation_loss
+        np.testing.assert_allclose(resumed.metrics[name], run.metrics[name], rtol=tolerance)
+    assert resumed.validation_loss == pytest.approx(run.validation_loss, rel=tolerance)
     assert min(run.metrics["distance/teacher"]) > 0
     recorded = jgpt.load(path_of(run)).config.objective
     assert isinstance(recorded, Code)
@@ -88,21 +79,6 @@ def test_a_run_with_an_objective_is_recorded_logged_and_resumed_bitwise(config, 
     assert (path_of(run) / "code" / "my.py").read_text() == FILE
     reread = from_json(jgpt.TrainConfig, to_json(run.config))
     assert reread.objective == Code.of(run.config.objective)
-
-
-@pytest.mark.slow
-def test_an_objective_trains_on_a_mesh_with_the_same_numbers(config, file, tmp_path):
-    config = dataclasses.replace(config, batch_size=8)
-    objective = f"{file}:distillation"
-    run = jgpt.fit(config, objective=objective, progress=None)
-    sharded = dataclasses.replace(config, mesh="data=4,fsdp=2", out=str(tmp_path / "sharded"))
-    stop = stopping(tmp_path / "sharded")
-    with pytest.raises(TrainingStopped):
-        jgpt.fit(sharded, objective=objective, progress=None, should_stop=stop)
-    other = jgpt.fit(sharded, objective=objective, resume=True, progress=None)
-
-    for name in ("loss", "distance/teacher"):
-        np.testing.assert_allclose(other.metrics[name], run.metrics[name], rtol=1e-4)
 
 
 def with_metrics(model, tokens, rngs):
@@ -134,18 +110,3 @@ def test_metrics_of_an_objective_are_in_all_places(config):
     assert told == {}
     undefined = [math.isnan(value) for value in run.metrics["undefined"]]
     assert undefined == [value == 0 for value in run.metrics["mine/odd"]]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("wrong", r"must return a scalar.*not float32\[5,7,"),
-        ("fails", r"'GPT' object has no attribute 'nothing'"),
-        ("Distillation", r"the objective must take \(model, tokens, rngs\): "),
-        ("halve", r"no function or class 'halve' \(did you mean 'halved'\?\)"),
-    ],
-)
-def test_a_wrong_objective_leaves_no_directory(config, file, tmp_path, name, message):
-    with pytest.raises((ValueError, AttributeError), match=message):
-        jgpt.fit(config, objective=f"{file}:{name}", progress=None)
-    assert not (tmp_path / "run").exists()

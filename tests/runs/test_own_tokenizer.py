@@ -43,9 +43,14 @@ def dataset_of(tokenizer=None) -> jgpt.Dataset:
     return jgpt.Dataset.from_tokens(tokens, tokenizer=tokenizer or Letters())
 
 
-def test_a_run_is_trained_resumed_loaded_and_evaluated_with_the_object(tmp_path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> jgpt.Run:
+    folder = tmp_path_factory.mktemp("letters")
+    return jgpt.fit(config_in(folder), dataset=dataset_of(), progress=None)
+
+
+def test_a_run_is_trained_resumed_loaded_and_evaluated_with_the_object(whole, tmp_path):
     dataset = dataset_of()
-    whole = jgpt.fit(config_in(tmp_path), dataset=dataset, progress=None)
     parted = config_in(tmp_path, out=str(tmp_path / "parted"), steps_per_call=2)
     with pytest.raises(TrainingStopped):
         jgpt.fit(parted, dataset=dataset, progress=None, should_stop=lambda: True)
@@ -67,25 +72,23 @@ def test_a_run_is_trained_resumed_loaded_and_evaluated_with_the_object(tmp_path)
         jgpt.load(path_of(whole), tokenizer=Letters(vocab_size=4))
 
 
-def test_commands_refuse_such_a_run_by_name(tmp_path):
-    jgpt.fit(config_in(tmp_path), dataset=dataset_of(), progress=None)
-    for words in (("sample", "run"), ("eval", "run"), ("look", "run")):
-        line = refused(*words, cwd=tmp_path)
+def test_commands_refuse_such_a_run_by_name(whole):
+    for command in ("sample", "eval", "look"):
+        line = refused(command, "run", cwd=path_of(whole).parent)
         assert line == (
             "jgpt: the tokenizer of run is Letters, an object of your own, which no command can "
             "read: use Python, as in jgpt.load(RUN, tokenizer=...)"
         )
 
 
-def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(tmp_path):
-    first = jgpt.fit(config_in(tmp_path), dataset=dataset_of(), progress=None)
-    second = config_in(tmp_path, out=str(tmp_path / "second"))
+def test_a_run_starts_from_the_weights_of_one_with_an_own_tokenizer(whole, tmp_path):
+    given = {"initial": path_of(whole), "progress": None}
 
-    run = jgpt.fit(second, dataset=dataset_of(), initial=path_of(first), progress=None)
+    run = jgpt.fit(config_in(tmp_path), dataset=dataset_of(), **given)
 
-    assert run.metrics["loss"][0] != first.metrics["loss"][0]
+    assert run.metrics["loss"][0] != whole.metrics["loss"][0]
     with pytest.raises(ValueError, match="is Letters, an object of your own"):
-        jgpt.fit(second, initial=path_of(first), progress=None, overwrite=True)
+        jgpt.fit(config_in(tmp_path), overwrite=True, **given)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,3 @@ def test_the_tokenizer_of_the_weights_is_not_replaced_by_an_own_one(tmp_path):
         jgpt.fit(second, dataset=dataset_of(), initial=path_of(first), progress=None)
 
     assert not (tmp_path / "second").exists()
-
-
-def test_a_run_goes_on_with_the_tokenizer_that_it_began_with_alone(tmp_path):
-    jgpt.fit(config_in(tmp_path), dataset=dataset_of(), progress=None)
-    longer = config_in(tmp_path, steps=7)
-    other = dataset_of(jgpt.CharTokenizer("\nab"))
-
-    with pytest.raises(ValueError, match="the dataset has another tokenizer than"):
-        jgpt.fit(longer, dataset=other, progress=None, resume=True)
-    jgpt.fit(longer, dataset=dataset_of(), progress=None, resume=True)

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jgpt import ModelConfig, MultiHeadAttention, TrainConfig, preset
+import jgpt
+from jgpt import ModelConfig, TrainConfig, preset
 from jgpt.fields import to_json
 from jgpt.nn.attention import merge_heads, split_heads
 from jgpt.nn.models import abstract_model
 from jgpt.runs.directory import RunDirectory
 from jgpt.runs.plots import metric_image, runs_image
 from tests.models import TRANSFORMERS, compiled, config_of, loud, tokens_of
+from tests.quick import only
 
 CONFIGS = {
     **{family: config_of(family) for family in TRANSFORMERS},
@@ -33,19 +35,9 @@ def figures(monkeypatch):
     return figures
 
 
-STYLES = {("-", "full"): "line", ("None", "full"): "dots"}
-"""Of lines and fillings, as matplotlib names them."""
-
-
 def lines_of(axes):
-    """Each line's places and heights, and what it is drawn with: a line or dots."""
-    lines = []
-    for line in axes.get_lines():
-        style = STYLES[line.get_linestyle(), line.get_fillstyle()]
-        places = line.get_xdata().tolist()
-        heights = line.get_ydata().tolist()
-        lines.append((places, heights, style))
-    return lines
+    """Each line's places and heights."""
+    return [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.get_lines()]
 
 
 def texts_of(labels):
@@ -86,25 +78,22 @@ def test_runs_are_drawn_against_steps_tokens_and_seconds(figures, tmp_path):
     runs_image(runs, "png")
 
     (figure,) = figures
-    assert figure.get_size_inches().tolist() == [15, 5.5]
     assert [axes.get_xlabel() for axes in figure.axes] == ["steps", "tokens", "seconds"]
     for axes in figure.axes:
         steps_of_five, checkpoints_of_five = five[axes.get_xlabel()]
         steps_of_two, checkpoints_of_two = two[axes.get_xlabel()]
         assert lines_of(axes) == [
-            (steps_of_five, LOSSES, "line"),
-            (steps_of_five, [3.5, 3.0, 2.0, 1.5], "line"),
-            (checkpoints_of_five, [3.5, 2.5], "dots"),
-            (steps_of_two, LOSSES[:2], "line"),
-            (steps_of_two, [3.5, 3.5], "line"),
-            (checkpoints_of_two, [3.5], "dots"),
+            (steps_of_five, LOSSES),
+            (steps_of_five, [3.5, 3.0, 2.0, 1.5]),
+            (checkpoints_of_five, [3.5, 2.5]),
+            (steps_of_two, LOSSES[:2]),
+            (steps_of_two, [3.5, 3.5]),
+            (checkpoints_of_two, [3.5]),
         ]
         colours = [line.get_color() for line in axes.get_lines()]
         assert colours == ["C0"] * 3 + ["C1"] * 3
     (legend,) = figure.legends
     assert texts_of(legend.get_texts()) == ["five", "two"]
-    assert "mean of 2% of the steps" in legend.get_title().get_text()
-    assert "loss" in figure.axes[0].get_ylabel()
 
 
 def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_path):
@@ -118,7 +107,7 @@ def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_pa
     metric_image(runs, "norms", "png")
 
     (axes,) = figures[0].axes
-    drawn = [(steps, values) for steps, values, _ in lines_of(axes)[::2]]  # beside their means
+    drawn = lines_of(axes)[::2]  # beside their means
     assert drawn == [
         ([2, 4], [0.0, 0.0]),
         ([2, 4], [4.0, 8.0]),
@@ -134,36 +123,26 @@ def test_a_group_of_metrics_has_a_line_for_each_part_of_each_run(figures, tmp_pa
         metric_image(runs[:1], "norm", "png")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "window", "default preset"])
-def test_the_drawn_weights_are_those_of_the_forward_pass(name, monkeypatch):
+@pytest.mark.parametrize("name", only(["default preset"], ["gpt2", "default preset"]))
+def test_the_drawn_weights_are_those_of_the_forward_pass(name):
     """Each layer's weighted values, projected, are what its attention gave in the forward pass."""
     config = CONFIGS[name]
     model = loud(abstract_model(config), size=0.5)
-    inputs = []
-    outputs = []
-    call = MultiHeadAttention.__call__
-
-    def spy(self, x, context=None, **options):
-        output = call(self, x, context, **options)
-        inputs.append(x)
-        outputs.append(output)
-        return output
-
-    def output_by_hand(attention, x, weights):
-        values = split_heads(attention.value(x), attention.num_kv_heads)
-        group = attention.num_heads // attention.num_kv_heads
-        values = jnp.repeat(values, group, axis=1)
-        return attention.projection(merge_heads(weights @ values))
+    paths = [f"blocks.{layer}.attention" for layer in range(len(model.blocks))]
+    inside = jgpt.capture(model, *paths, *(f"{path}_norm" for path in paths))
 
     def found_and_expected(tokens):
-        with monkeypatch.context() as patch:
-            patch.setattr(MultiHeadAttention, "__call__", spy)
-            model(tokens)
         maps = model.attention_weights(tokens)
+        captured = inside(tokens)
         found = []
-        for block, x, weights in zip(model.blocks, inputs, maps, strict=True):
-            found.append(output_by_hand(block.attention, x, weights))
-        return maps, found, outputs
+        for block, path, weights in zip(model.blocks, paths, maps, strict=True):
+            attention = block.attention
+            values = attention.value(captured[f"{path}_norm"])
+            values = split_heads(values, attention.num_kv_heads)
+            group = attention.num_heads // attention.num_kv_heads
+            values = jnp.repeat(values, group, axis=1)
+            found.append(attention.projection(merge_heads(weights @ values)))
+        return maps, found, [captured[path] for path in paths]
 
     maps, found, expected = compiled(found_and_expected, tokens_of(1))
 

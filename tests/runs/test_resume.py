@@ -142,7 +142,7 @@ def begin(poem, tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", only([2], [1, 2]))
 def test_a_signal_finishes_the_call_saves_and_says_so(begin, presses):
     """Pressed twice in a hurry, too."""
     process, out = begin

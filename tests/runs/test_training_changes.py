@@ -1,6 +1,5 @@
 """The changes of the written-out training that the documents show: each is applied and trained."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -16,7 +15,7 @@ import pytest
 
 import jgpt
 from jgpt.runs.directory import RunDirectory
-from tests.runs.test_written_out import SMALL, TEMPLATE
+from tests.runs.test_written_out import SMALL, TEMPLATE, module_of
 
 CHANGES = Path(__file__).parents[2] / "docs/changes"
 OWN_MODEL = {"masked": "bidirectional", "prefix": "prefix_model"}
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch, poem):
-    """Apply a change to the training in an empty folder, and return it as a module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copy(poem, "poem.txt")
@@ -43,13 +41,7 @@ def changed(tmp_path, monkeypatch, poem):
             text = text.replace(old, new)
         Path("train.py").write_text(text)
         sys.modules.pop("my_gpt", None)  # of another test
-        spec = importlib.util.spec_from_file_location("train", "train.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "train", module)
-        spec.loader.exec_module(module)
-        return module
+        return module_of("train.py")
 
     return apply
 
@@ -60,9 +52,8 @@ def lines_of(module):
 
 def test_every_change_is_tried_here():
     tried = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert {path.stem for path in CHANGES.glob("*.diff")} <= tried | set(OWN_MODEL) | set(
-        OWN_MODEL.values()
-    )
+    tried |= {*OWN_MODEL, *OWN_MODEL.values()}
+    assert {path.stem for path in CHANGES.glob("*.diff")} <= tried
 
 
 def test_mixture(changed):

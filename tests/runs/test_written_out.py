@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ import jgpt
 from jgpt.nn.models import weights_of
 from jgpt.runs.directory import RunDirectory
 from tests.commands import jgpt as command
-from tests.commands import refused
 
 TEMPLATE = Path(jgpt.__file__).parent / "cli/commands/new_training.py.txt"
 SMALL = {
@@ -36,6 +36,14 @@ SMALL = {
 """Edits of the file, as a user makes them."""
 
 
+def module_of(path):
+    spec: Any = importlib.util.spec_from_file_location("train", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     """Write the file with edits, and return it as a module."""
@@ -49,18 +57,12 @@ def training(tmp_path, monkeypatch):
             text = text.replace(old, new)
         path = tmp_path / "train.py"
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location("train", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return module_of(path)
 
     return write
 
 
 def weights_in(path):
-    """The weights of a run's last step, by path."""
     weights = weights_of(jgpt.load(path, which="last").model)
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
 
@@ -144,7 +146,6 @@ def test_the_written_training_takes_the_written_model(training, tmp_path, poem, 
 
 
 def start(folder, *options):
-    """The file as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "train.py", "poem.txt", *options],
         cwd=folder,
@@ -209,13 +210,3 @@ def test_a_text_that_can_t_be_trained_on_ends_the_training_in_a_line(
         module.main(str(file))
 
     assert not Path(module.OUT).exists()
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_training_that_runs(tmp_path, poem):
-    done = command("new", "--training", "train.py", cwd=tmp_path)
-    assert done.code == 0
-    assert done.stdout == "wrote train.py; next: python train.py\n"
-    assert (tmp_path / "train.py").read_bytes() == TEMPLATE.read_bytes()
-    line = refused("new", "train.py", "--training", cwd=tmp_path)
-    assert "train.py already exists: choose another name" in line

@@ -1,6 +1,5 @@
 """Evaluations: of how many targets, which ones, and in calls whose number changes no bit."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from jgpt.training import evaluation
 from jgpt.training.evaluation import Evaluator, targets_of
 from jgpt.training.state import init_state
 from jgpt.training.step import make_eval_step
+from tests.runs.harness import Unread
 
 TOKENS = np.random.default_rng(3).integers(0, 11, 400).astype(np.uint16)
 SMALL = TrainConfig(
@@ -47,58 +47,20 @@ def weights() -> Any:
     return init_state(SMALL)["model"]
 
 
-def losses_by_window(weights: Any) -> np.ndarray:
-    """The summed loss of each of the 67 windows of six targets, the last one of three."""
-    return np.array(losses_by_batch(weights, batch_size=1))
-
-
-def losses_by_batch(weights: Any, batch_size: int) -> list[Any]:
-    """The summed loss of each batch of windows."""
-    windows, counts = evaluation_windows(TOKENS, 6, batch_size)
-    evaluate = make_eval_step(SMALL.model)
-    losses = []
-    for index in range(len(windows)):
-        batch = slice(index, index + 1)
-        losses.append(evaluate(weights, windows[batch], counts[batch]))
-    return losses
-
-
-def test_a_part_is_whole_windows_spread_evenly(weights):
-    sums = losses_by_window(weights)
-    assert len(sums) == 67
-    part = Evaluator(replace(SMALL, eval_tokens=60), TOKENS)
-    whole = Evaluator(SMALL, TOKENS)
-
-    loss_of_part = part.mean(weights)
-    loss_of_whole = whole.mean(weights)
-
-    spread = [0, 6, 13, 20, 26, 33, 40, 46, 53, 60]
-    spread_sum = sums[spread].sum()
-    assert loss_of_part == pytest.approx(spread_sum / 60, rel=1e-6)
-    assert spread_sum != pytest.approx(sums[:10].sum(), rel=1e-4)  # not the first windows
-    assert loss_of_whole == pytest.approx(sums.sum() / 399, rel=1e-6)
-
-
-@pytest.fixture
-def seen(monkeypatch) -> Iterator[list[Any]]:
-    """The windows of each call, and the compiled functions."""
-    calls: list[Any] = []
+def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, monkeypatch):
+    """Seventeen batches of four windows: all at once, or five in each of four calls."""
+    seen: list[Any] = []
 
     def make(config):
         step = make_eval_step(config)
 
         def call(weights, windows, counts, total):
-            calls.append((step, windows))
+            seen.append((step, windows))
             return step(weights, windows, counts, total)
 
         return call
 
     monkeypatch.setattr(evaluation, "make_eval_step", make)
-    return calls  # type: ignore[return-value]
-
-
-def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, seen, monkeypatch):
-    """Seventeen batches of four windows: all at once, or five in each of four calls."""
     # all in one call, as the compiled function itself gives it
     in_one_call = Evaluator(SMALL, TOKENS)
     expected = in_one_call.mean(weights)
@@ -121,90 +83,31 @@ def test_calls_of_bounded_work_change_no_bit_and_compile_one_program(weights, se
         assert step._cache_size() == 1
 
 
-def test_an_evaluation_ends_between_calls(weights, seen, monkeypatch):
-    class Stopped(Exception):
-        pass
+def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
+    in_one_sum = Evaluator(SMALL, TOKENS).mean(weights)
+    windows, counts = evaluation_windows(TOKENS, 6, 4)
+    evaluate = make_eval_step(SMALL.model)
+    total = 0.0  # Python's numbers are float64
+    for batch in range(17):
+        total += float(evaluate(weights, windows[batch : batch + 1], counts[batch : batch + 1]))
 
-    def stop(done, targets):
-        if done == 240:
-            raise Stopped
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
+    monkeypatch.setattr(evaluation, "BATCHES_PER_SUM", 1)
+    found = Evaluator(SMALL, TOKENS).mean(weights)
 
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-    evaluator = Evaluator(SMALL, TOKENS)
-
-    with pytest.raises(Stopped):
-        evaluator.mean(weights, stop)
-
-    assert len(seen) == 2
+    assert found == total / 399
+    assert found == pytest.approx(in_one_sum, rel=1e-6)
 
 
-def test_of_a_large_split_only_the_windows_of_a_call_are_read(weights, monkeypatch):
+def test_the_windows_of_the_next_call_alone_are_read_while_the_last_one_computes(
+    weights, monkeypatch
+):
     events: list[str] = []
     windows_by_number = evaluation.windows_by_number
 
     def recorded(tokens, numbers, block_size):
         events.append(f"read {numbers.size}")
         return windows_by_number(tokens, numbers, block_size)
-
-    def progress(done, targets):
-        events.append(f"done {done}")
-
-    monkeypatch.setattr(evaluation, "windows_by_number", recorded)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
-
-    evaluator = Evaluator(SMALL, TOKENS)
-    assert events == []
-
-    evaluator.mean(weights, progress)
-    # no more than the call that is computed and the next one
-    assert events == [
-        "read 20",
-        "done 0",
-        "read 20",
-        "done 120",
-        "read 20",
-        "done 240",
-        "read 20",
-        "done 360",
-    ]
-
-
-def test_a_sum_over_many_batches_goes_on_in_float64(weights, monkeypatch):
-    in_one_sum = Evaluator(SMALL, TOKENS).mean(weights)
-    parts = losses_by_batch(weights, batch_size=4)
-    assert len(parts) == 17
-
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", 1)
-    monkeypatch.setattr(evaluation, "BATCHES_PER_SUM", 1)
-    found = Evaluator(SMALL, TOKENS).mean(weights)
-
-    total = sum(float(part) for part in parts)  # Python's numbers are float64
-    assert found == total / 399
-    assert found == pytest.approx(in_one_sum, rel=1e-6)
-
-
-NINE_BATCHES = 9 * WORK_OF_A_BATCH
-
-
-class Unread:
-    """A sum of losses that is still computed; converting it waits for it."""
-
-    def __init__(self, total: Any, events: list[str]) -> None:
-        self._total = total
-        self._events = events
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        self._events.append("waited")
-        return np.asarray(self._total, dtype)
-
-
-def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weights, monkeypatch):
-    events: list[str] = []
-    windows_by_number = evaluation.windows_by_number
-
-    def recorded(*arguments):
-        events.append("read")
-        return windows_by_number(*arguments)
 
     def make(config):
         step = make_eval_step(config)
@@ -217,11 +120,14 @@ def test_the_windows_of_the_next_call_are_read_while_the_last_one_computes(weigh
 
     monkeypatch.setattr(evaluation, "windows_by_number", recorded)
     monkeypatch.setattr(evaluation, "make_eval_step", make)
-    monkeypatch.setattr(evaluation, "WORK_PER_CALL", NINE_BATCHES)
+    monkeypatch.setattr(evaluation, "WORK_PER_CALL", FIVE_BATCHES)
 
-    Evaluator(SMALL, TOKENS).mean(weights)
+    evaluator = Evaluator(SMALL, TOKENS)
+    assert events == []
+    evaluator.mean(weights)
 
-    assert events == ["read", "dispatched", "read", "waited", "dispatched", "waited"]
+    three_times = 3 * ["read 20", "waited", "dispatched"]
+    assert events == ["read 20", "dispatched", *three_times, "waited"]
 
 
 def test_an_evaluation_holds_no_more_rows_than_a_micro_batch(monkeypatch):

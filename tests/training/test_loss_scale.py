@@ -18,6 +18,7 @@ from jgpt.training.loss_scale import first_loss_scale, next_loss_scale
 from jgpt.training.objective import next_token_loss
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps
+from tests.runs.harness import BIGRAM, with_changes
 from tests.training.test_step import CONFIG, TOKENS, bits
 
 
@@ -105,12 +106,10 @@ def test_losses_and_gradients_are_near_those_of_float32(micro_batches):
     assert (found["float16"] != found["float32"]).any()
 
 
-def small_loss(model, tokens, rngs):
-    """A loss whose gradients are below the smallest number of float16."""
-    return 1e-6 * next_token_loss(model, tokens, rngs)
-
-
 def test_gradients_that_float16_would_lose_are_kept():
+    def small_loss(model, tokens, rngs):
+        return 1e-6 * next_token_loss(model, tokens, rngs)
+
     norms = {}
     for dtype in ("float32", "float16"):
         config = in_dtype(dtype, objective=small_loss)
@@ -122,19 +121,20 @@ def test_gradients_that_float16_would_lose_are_kept():
     assert float(metrics.gradient_norm[0]) != pytest.approx(norms["float32"], rel=0.2)
 
 
-def broken_gradient(model, tokens, rngs):
-    """A finite loss whose gradient is not: that of a square root at 0."""
-    weight = jax.tree.leaves(model.token_embedding.embedding.get_value())[0].sum()
-    return next_token_loss(model, tokens, rngs) + jnp.sqrt(0 * weight)
-
-
 def test_a_gradient_that_no_scale_mends_ends_training():
+    def broken_gradient(model, tokens, rngs):
+        weight = jax.tree.leaves(model.token_embedding.embedding.get_value())[0].sum()
+        return next_token_loss(model, tokens, rngs) + jnp.sqrt(
+            0 * weight
+        )  # whose slope is infinite
+
     config = dataclasses.replace(NARROW, objective=broken_gradient)
     state, metrics = take(config, with_factor(init_state(config), 4.0), 6)
     assert int(metrics.taken) == 2
     assert float(state["loss_scale"]["factor"]) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr("jgpt.training.loss_scale.FIRST_FACTOR", 2.0**24)  # overflows at first
     config = in_dtype("float16", small_run)
@@ -160,9 +160,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(small_run, tmp_path,
 
 def test_moments_of_a_run_in_another_dtype_are_taken(small_run, tmp_path):
     """A run of a CPU that goes on in float16 begins with a scale of its own."""
-    first = dataclasses.replace(small_run, steps=4, out=str(tmp_path / "first"))
-    assert fit(first).path is not None
-    config = in_dtype("float16", small_run, out=str(tmp_path / "second"))
+    first = with_changes(small_run, **BIGRAM, steps=4, out=str(tmp_path / "first"))
+    fit(first)
+    config = in_dtype("float16", first, steps=11, out=str(tmp_path / "second"))
     run = fit(config, initial=f"{tmp_path / 'first'}@4", with_optimizer=True)
     assert lines_of(run)[-1]["loss_scale"] == 2.0**15
 

@@ -313,18 +313,6 @@ SHARDED = {
     "num_kv_heads": ("tensor",),
     "vocab_size": ("tensor",),
 }
-HEADS = ("num_heads", 8)
-KV_HEADS = ("num_kv_heads", 4)
-LAYERS: dict[str, tuple[Any, Any]] = {
-    "attention.query": ("embed_dim", HEADS),
-    "attention.key": ("embed_dim", KV_HEADS),
-    "attention.value": ("embed_dim", KV_HEADS),
-    "attention.projection": (HEADS, "embed_dim"),
-    "feed_forward.expansion": ("embed_dim", "hidden_dim"),
-    "feed_forward.gate": ("embed_dim", "hidden_dim"),
-    "feed_forward.projection": ("hidden_dim", "embed_dim"),
-    "head": ("embed_dim", "vocab_size"),
-}
 
 
 def test_each_rule_is_what_the_documentation_says():

@@ -14,12 +14,12 @@ from flax import nnx
 import jgpt
 from jgpt import Loss, ModelConfig, OptimizerConfig, TrainConfig
 from jgpt.nn.models import abstract_model
-from jgpt.nn.stacking import model_merger, unstack_blocks
+from jgpt.nn.stacking import model_merger, stack_blocks, unstack_blocks
 from jgpt.parallel.mesh import use_mesh
-from jgpt.training.objective import next_token_loss, objective_of
+from jgpt.training.objective import next_token_loss
 from jgpt.training.state import abstract_state, dropout_stream, init_state
 from jgpt.training.step import make_train_steps, placed_arrays
-from tests.models import loud
+from tests.models import compiled, loud, randomised, weights_of
 from tests.quick import only
 
 CONFIG = TrainConfig(
@@ -56,33 +56,15 @@ def test_the_built_in_objective_given_by_hand_is_the_same_program(micro_batches)
     assert lowered(other) != lowered(config)
 
 
-@pytest.mark.slow
-def test_micro_batches_and_their_metrics_are_averaged():
+def test_metrics_of_micro_batches_are_averaged():
     def objective(model, tokens, rngs):
-        loss = next_token_loss(model, tokens, rngs)
-        return Loss(loss, {"first/token": tokens[0, 1]})
+        return Loss(next_token_loss(model, tokens, rngs), {"first/token": tokens[0, 1]})
 
     config = dataclasses.replace(BIGRAM, micro_batches=2, objective=objective)
-    merge = model_merger(BIGRAM.model)
-    weights = init_state(BIGRAM)["model"]
+    _, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
 
-    def loss_of(weights, tokens):
-        return next_token_loss(merge(weights), tokens)
-
-    differentiate = jax.value_and_grad(loss_of)
-    first_loss, first_gradients = differentiate(weights, TOKENS[:3])
-    second_loss, second_gradients = differentiate(weights, TOKENS[3:])
-    gradients = jax.tree.map(lambda a, b: (a + b) / 2, first_gradients, second_gradients)
-
-    steps = make_train_steps(config)
-    _, metrics = steps(init_state(config), TOKENS[None], KEY, 1, 0)
-
-    np.testing.assert_allclose(metrics.loss, [(first_loss + second_loss) / 2], rtol=1e-6)
-    np.testing.assert_allclose(metrics.gradient_norm, [optax.tree.norm(gradients)], rtol=1e-5)
     first_tokens = (TOKENS[0, 1] + TOKENS[3, 1]) / 2
     np.testing.assert_allclose(metrics.extra["first/token"], [first_tokens], rtol=1e-6)
-    # the control: one micro-batch alone has another loss
-    assert abs(first_loss - second_loss) > 1e-4
 
 
 TEACHER = loud(abstract_model(CONFIG.model))  # each worker imports this, so nothing is compiled
@@ -114,21 +96,6 @@ def test_a_teachers_arrays_are_arguments_of_the_program():
     assert constants(Distillation()) < 100
 
 
-def test_an_objective_computes_with_the_arrays_that_it_is_given():
-    objective = Distillation()
-    student = jgpt.GPT(CONFIG.model, rngs=nnx.Rngs(6))
-    with_arrays, arrays = objective_of(objective)
-    zeros = [jnp.zeros_like(leaf) for leaf in arrays]
-
-    loss = with_arrays(arrays)(student, TOKENS, None)
-    loss_with_zeros = with_arrays(zeros)(student, TOKENS, None)
-
-    assert loss == objective(student, TOKENS, None)
-    logits = student(TOKENS[:, :-1])
-    np.testing.assert_allclose(loss_with_zeros, jnp.square(logits).mean(), rtol=1e-6)
-    assert loss_with_zeros != loss
-
-
 def of(result) -> Any:
     """An objective, from a function of the cross-entropy to the result."""
     return lambda model, tokens, rngs: result(next_token_loss(model, tokens, rngs))
@@ -157,13 +124,6 @@ def test_a_wrong_objective_is_refused_in_one_line(message):
     assert "\n" not in str(caught.value)
 
 
-def squares(call) -> jax.Array | None:
-    """The mean square of what a block's MLP receives."""
-    if call.path.endswith("feed_forward"):
-        return jnp.square(call.arguments["x"]).mean()
-    return None
-
-
 TRANSFORMED = (
     {"remat": True},
     {"scan_layers": True, "num_layers": 3},
@@ -172,43 +132,43 @@ TRANSFORMED = (
 
 
 def keeping_values_of_blocks(model, tokens, rngs):
+    """With the mean squares of what the MLPs receive."""
+
     def watch(call):
-        if (value := squares(call)) is not None:
-            call.keep(value)
+        if call.path.endswith("feed_forward"):
+            call.keep(jnp.square(call.arguments["x"]).mean())
 
     with jgpt.watching(watch) as kept:
         loss = next_token_loss(model, tokens, rngs)
     # By layer with other factors, so that the order of layers matters.
     terms = [(layer + 1) * value for layer, value in enumerate(kept)]
-    return Loss(loss + sum(terms), metrics={"layers": jnp.float32(len(kept))})
+    assert len(terms) == 3
+    return loss + sum(terms)
 
 
 @pytest.mark.parametrize("changes", only(lambda changes: len(changes) == 3, TRANSFORMED))
 def test_a_kept_value_leaves_a_transformed_block_with_its_gradient(changes):
     model = dataclasses.replace(CONFIG.model, num_layers=3)
-    plain = dataclasses.replace(
-        CONFIG, model=model, micro_batches=3, objective=keeping_values_of_blocks
-    )
-    transformed = dataclasses.replace(plain, model=dataclasses.replace(model, **changes))
-    without_terms = dataclasses.replace(plain, objective=None)
+    weights = randomised(weights_of(abstract_model(model)))
+    weights = jax.tree.map(lambda leaf: 0.3 * leaf, weights)
 
-    def trained(config):
-        windows = jnp.stack([TOKENS, (TOKENS + 1) % 11])
-        state, metrics = make_train_steps(config)(init_state(config), windows, KEY, 2, 0)
-        weights = state["model"]
-        if config.model.scan_layers:
-            weights = unstack_blocks(weights)
-        return jax.tree.leaves(weights), metrics
+    def gradients(objective, config, weights):
+        merge = model_merger(config)
+        return compiled(jax.grad(lambda it: objective(merge(it), TOKENS, None)), weights)
 
-    expected, _ = trained(plain)
-    found, metrics = trained(transformed)
+    expected = gradients(keeping_values_of_blocks, model, weights)
+    without_terms = gradients(next_token_loss, model, weights)
+    transformed = dataclasses.replace(model, **changes)
+    if transformed.scan_layers:
+        stacked = gradients(keeping_values_of_blocks, transformed, stack_blocks(weights))
+        found = unstack_blocks(stacked)
+    else:
+        found = gradients(keeping_values_of_blocks, transformed, weights)
 
-    np.testing.assert_array_equal(metrics.extra["layers"], [3, 3])
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
-    unlike, _ = trained(without_terms)
-    differences = [jnp.abs(a - b).max() for a, b in zip(unlike, expected, strict=True)]
-    assert max(differences) > 1e-4
+    differences = jax.tree.map(lambda a, b: abs(a - b).max(), expected, without_terms)
+    assert max(jax.tree.leaves(differences)) > 1e-4
 
 
 def test_a_teacher_is_not_trained():
@@ -218,23 +178,26 @@ def test_a_teacher_is_not_trained():
     state, metrics = make_train_steps(config)(init_state(config), TOKENS[None], KEY, 1, 0)
 
     assert jax.tree.structure(state) == jax.tree.structure(abstract_state(CONFIG))
-    assert np.isfinite(metrics.loss[0])
+    student = model_merger(CONFIG.model)(init_state(config)["model"])
+    expected = Distillation()(student, TOKENS, None)
+    np.testing.assert_allclose(metrics.loss[0], expected, rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(TEACHER), before)
 
 
-def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
+def test_an_optimizer_gets_the_gradients_before_clipping_and_losses_of_the_whole_batch():
     def downhill(config, steps):
         def update(updates, state, params=None, **extra):
             whole = jax.tree.map(lambda gradient: -gradient, extra["grad"])
-            return whole, {"value": extra["value"], "again": extra["value_fn"](params)}
+            doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
+            return whole, {"value": extra["value"], "elsewhere": extra["value_fn"](doubled)}
 
         def init(params):
-            return {"value": jnp.zeros(()), "again": jnp.zeros(())}
+            return {"value": jnp.zeros(()), "elsewhere": jnp.zeros(())}
 
         return optax.GradientTransformationExtraArgs(init, update)
 
     optimizer = OptimizerConfig(make=downhill, gradient_clip=1e-3)
-    config = dataclasses.replace(BIGRAM, optimizer=optimizer)
+    config = dataclasses.replace(BIGRAM, optimizer=optimizer, micro_batches=3)
     before = init_state(config)["model"]
     merge = model_merger(config.model)
 
@@ -246,8 +209,11 @@ def test_an_optimizer_gets_the_loss_and_the_gradients_before_clipping():
 
     moved = jax.tree.map(lambda new, old: old - new, after["model"], before)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), moved, gradients)
-    for value in (metrics.loss[0], *jax.tree.leaves(after["optimizer"])):
+    elsewhere = loss_of(jax.tree.map(lambda leaf: 2 * leaf, before))
+    assert abs(elsewhere - loss) > 1e-4
+    for value in (metrics.loss[0], after["optimizer"]["value"]):
         np.testing.assert_allclose(value, loss, rtol=1e-6)
+    np.testing.assert_allclose(after["optimizer"]["elsewhere"], elsewhere, rtol=1e-6)
 
 
 def test_each_device_has_the_arrays_of_an_objective():

@@ -30,7 +30,6 @@ def optimizer_of(config, steps):
 
 
 def rates(config, steps, some_steps, peak=None):
-    """The learning rates of a run of `steps` steps at some of them."""
     schedule = learning_rate_schedule(config, steps, peak)
     found = compiled(jax.vmap(schedule), jnp.array(some_steps))
     return found.tolist()
@@ -113,25 +112,18 @@ def test_muon_moves_the_matrices_inside_the_blocks_alone(changes, tables, matric
     weights = randomised(weights_of(abstract_model(MODERN)))
     config = OptimizerConfig(**changes)
 
-    labels = labels_by_name(partition(config, weights, weight_dimensions(MODERN)))
+    labels = jax.tree.leaves_with_path(partition(config, weights, weight_dimensions(MODERN)))
 
     # of two blocks, two tables, the last norm, the head, and the shortcut
     assert len(labels) == 2 * 16 + 2 + 2 + 2 + 1
-    for name, label in labels.items():
+    for path, label in labels:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.startswith("blocks.") and name.endswith(".kernel"):
             assert label == matrices, name
         elif name.endswith(".embedding"):
             assert label == tables, name
         else:
             assert label == "adamw", name
-
-
-def labels_by_name(labels):
-    found = {}
-    for path, label in jax.tree_util.tree_leaves_with_path(labels):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found[name] = label
-    return found
 
 
 def orthogonalised(x):
@@ -148,11 +140,6 @@ def in_a_block(kernel) -> dict[str, Any]:
     """Weights of one matrix, where Muon looks for matrices."""
     query = {"kernel": jnp.asarray(kernel, "float32")}
     return {"blocks": {"0": {"attention": {"query": query}}}}
-
-
-def kernel_of(tree):
-    (kernel,) = jax.tree.leaves(tree)
-    return np.asarray(kernel)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)], ids=str)
@@ -174,7 +161,8 @@ def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
         updates, state = optimizer.update(in_a_block(gradient), state, weights)
         step = scale * orthogonalised(momentum)
         expected = -0.5 * (step + 0.2 * kernel)
-        np.testing.assert_allclose(kernel_of(updates), expected, rtol=1e-3, atol=1e-4)
+        (found,) = jax.tree.leaves(updates)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
     # that it looks ahead is seen
     difference = orthogonalised(ahead) - orthogonalised(second)
@@ -182,7 +170,6 @@ def test_muon_orthogonalises_a_momentum_that_looks_ahead(shape):
 
 
 def updates_of(config, weights, gradients):
-    """The updates of the first step."""
     optimizer = optimizer_of(config, 2)
     state = optimizer.init(weights)
     updates, _ = optimizer.update(gradients, state, weights)
@@ -249,14 +236,10 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     """Its own state is on disk as before: clipping adds none."""
     weights: Any = {"v": jnp.array([3.0, 4.0])}
     gradients: Any = {"v": jnp.array([6.0, 8.0])}
-    updates: Any
-    unclipped: Any
-    average: Any
-    state: Any
     config = OptimizerConfig(make=mine, gradient_clip=5.0)
-    clipping = make_optimizer(config, 9)
-    plain = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
-    averaging = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
+    clipping: Any = make_optimizer(config, 9)
+    plain: Any = make_optimizer(dataclasses.replace(config, gradient_clip=0.0), 9)
+    averaging: Any = make_optimizer(dataclasses.replace(config, ema_decay=0.5), 9)
 
     state = clipping.init(weights)
     updates, _ = clipping.update(gradients, state, weights)
@@ -268,7 +251,7 @@ def test_a_custom_optimizer_is_given_clipped_gradients_and_averaged():
     np.testing.assert_array_equal(unclipped["v"], [-3.0, -4.0])
 
     state = averaging.init(weights)
-    average = weights
+    average: Any = weights
     for _ in range(2):
         updates, state = averaging.update(gradients, state, average)
         average = optax.apply_updates(average, updates)

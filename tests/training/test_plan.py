@@ -59,19 +59,6 @@ def test_the_donated_state_is_counted_once():
     assert memory_of(silent, config) is None
 
 
-def test_a_state_is_parameters_and_two_moments_of_each():
-    parameters = 21 * 12 + 7 * 12 + BLOCK + 3 * 12
-    counts = 4 * 2  # one each in Adam and its schedule
-    moments = 4 * 2 * parameters  # in float32, whatever the parameters are
-    narrow = dataclasses.replace(MODEL, param_dtype="bfloat16")
-
-    state = abstract_state(TrainConfig(model=MODEL))
-    narrow_state = abstract_state(TrainConfig(model=narrow))
-
-    assert bytes_of(state) == 4 * parameters + moments + counts
-    assert bytes_of(narrow_state) == 2 * parameters + moments + counts
-
-
 def test_a_mesh_shards_the_state_and_says_what_it_cannot():
     """Over fsdp=4 and tensor=2: 21 tokens can't be halved, two heads can."""
     config = TrainConfig(model=MODEL, batch_size=4, mesh="fsdp=4,tensor=2")
