@@ -1,6 +1,7 @@
 """Attention by hand: what a query reads, from whom, and never from its future."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_fused_attention_is_attention_forward_and_backward(causal, window, scale
 
 def test_a_module_fuses_what_can_be_fused(monkeypatch):
     """The kernel's place is taken by XLA's own, which computes the same anywhere."""
-    narrow = {"dtype": "bfloat16", "activation_dtype": "bfloat16"}
+    narrow: dict[str, Any] = {"dtype": "bfloat16", "activation_dtype": "bfloat16"}
     module = attention(16, 2, dropout=0.5, num_kv_heads=1, scale=0.3, window=2, **narrow)
     loud(module, size=0.1)
     x = normal(1, BATCH, TIME, 16)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgpt.page.anatomy import Anatomy
 from jgpt.page.numbers import CANDIDATES, MOST_CANDIDATES, Look
 
 
@@ -25,33 +24,6 @@ class Changes:
     """Factors by layer, for the part that the block adds to the residual stream."""
     patch: tuple[int, int, str] | None = None
     """A layer, a position and the other prompt."""
-
-    def as_code(self, anatomy: Anatomy, prompt: str) -> str:
-        """Python code that computes the changed logits with `jgpt.edit`."""
-        if self == Changes():
-            return "logits = model(tokens)"
-        lines = [f"tokens = jnp.asarray(tokenizer.encode({prompt!r}))[None]"]
-        edits: dict[str | None, str] = {}
-        for (layer, head), factor in sorted(self.heads.items()):
-            path = anatomy.head_outputs[layer]
-            # The heads of one layer are changed in one expression.
-            expression = edits.get(path, "x")
-            edits[path] = f"{expression}.at[:, {head}].multiply({factor:g})"
-        for layer, factor in sorted(self.blocks.items()):
-            for path in anatomy.branches[layer]:
-                edits[path] = f"{factor:g} * x"
-        if self.patch is not None:
-            layer, position, other_prompt = self.patch
-            path = anatomy.blocks[layer]
-            lines.append(f"other = jnp.asarray(tokenizer.encode({other_prompt!r}))[None]")
-            lines.append(f'patch = jgpt.capture(model, "{path}")(other)["{path}"][:, {position}]')
-            edits[path] = f"x.at[:, {position}].set(patch)"
-        lines.append("edits = {")
-        for path, expression in edits.items():
-            lines.append(f'    "{path}": lambda x: {expression},')
-        lines.append("}")
-        lines.append("logits = jgpt.edit(model, edits)(tokens)")
-        return "\n".join(lines)
 
 
 def record_of(
