@@ -28,6 +28,7 @@ NBCONVERT = [
     *("--to", "notebook", "--inplace"),
     "--ExecutePreprocessor.record_timing=False",
     "--ExecutePreprocessor.startup_timeout=300",  # beside other tests
+    "--ExecutePreprocessor.timeout=600",  # of a cell
 ]
 
 

@@ -185,7 +185,8 @@ class Exercise:
                 text = ast.unparse(right)
                 if _is_literal(right) and text not in self.task:
                     digest = digest_of(ast.literal_eval(text))
-                    found, said = ast.unparse(left), ast.unparse(message)
+                    found = ast.unparse(left)
+                    said = ast.unparse(message)
                     return f'assert is_answer({found}, "{digest}"), {said}'
         lines = self.solution.splitlines()
         source = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])

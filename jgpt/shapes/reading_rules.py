@@ -56,7 +56,7 @@ IN_NUMPY = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-"""What NumPy computes as JAX does, without a compilation; but integers are divided otherwise."""
+"""What NumPy computes as JAX does, without a compilation."""
 MONOTONE = named(
     "add add_any sub mul div neg exp exp2 expm1 logistic tanh erf floor ceil round clamp "
     "convert_element_type reduce_precision lt le gt ge and or not"
@@ -72,18 +72,18 @@ OTHER_FUNCTIONS = named(
 
 
 def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
-    """Let JAX compute an equation, with changed parameters if they are given.
-
-    Numbers in order and sums are NumPy's: a matrix of averages has both, and a proof asks for it at
-    up to 64 lengths, each of which JAX compiles.
-    """
+    """Compute an equation, with changed parameters if they are given: by JAX, or by NumPy where a
+    matrix of averages needs it."""
     parameters = equation.params | changes
     name = equation.primitive.name
+    # JAX compiles each operation for each shape, and a proof asks at up to 64 lengths: with these
+    # two and division, a matrix of averages took 31 s, and takes 0.8 s in NumPy.
     if name == "iota":
         shape = parameters["shape"]
         places = np.indices(shape, sparse=True)[parameters["dimension"]]
         return [np.broadcast_to(places, shape).astype(parameters["dtype"])]
     if name == "reduce_sum" and is_float(values[0].dtype):
+        # in float64, whose rounding can't hide a sum that is 0
         exact = np.sum(values[0], parameters["axes"], np.float64)
         return [exact.astype(values[0].dtype)]
     results = equation.primitive.bind(*map(jnp.asarray, values), **parameters)
@@ -94,6 +94,7 @@ def computed(equation: Any, *values: Any, **changes: Any) -> list[np.ndarray]:
 
 def _computed_elements(equation: Any, *values: np.ndarray) -> np.ndarray:
     name = equation.primitive.name
+    # NumPy's quotient of integers is a float
     if name in IN_NUMPY and (name != "div" or is_float(values[0].dtype)):
         return IN_NUMPY[name](*values)
     (value,) = computed(equation, *np.broadcast_arrays(*values))

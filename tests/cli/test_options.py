@@ -128,7 +128,8 @@ def test_the_version_is_the_package_s():
     assert worked("--version") == f"jgpt {importlib.metadata.version('jgpt')}\n"
 
 
-SAMPLE, EXPORT = (inspect.signature(it).parameters for it in (sample, export))
+SAMPLE = inspect.signature(sample).parameters
+EXPORT = inspect.signature(export).parameters
 
 
 @pytest.mark.parametrize(
