@@ -178,16 +178,16 @@ def verdict(function: Any, arguments: list[Any]) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize("seed", only([0], range(25)))
+@pytest.mark.parametrize("seed", only([0], range(10)))
 def test_both_say_the_same_of_random_calls(seed):
-    """60 functions, 8 calls of each."""
+    """60 functions, 20 calls of each: writing a function takes longer than calling it."""
     case = Case(seed)
     taken = 0
     for _ in range(60):
         hints = [case.hint() for _ in range(4)]
         ours = function_of(hints, typed)
         theirs = function_of(hints, REFERENCE)
-        for _ in range(8):
+        for _ in range(20):
             owner = Owner(case.random.choice([2, 3]))
             sizes = {"n": case.random.choice([1, 2, 3]), "owner": owner, "leaf": 0}
             *given, result = [case.value(hint, sizes) for hint in hints]
@@ -195,4 +195,4 @@ def test_both_say_the_same_of_random_calls(seed):
             expected = verdict(theirs, arguments)
             assert verdict(ours, arguments) == expected, (hints, arguments)
             taken += expected == "taken"
-    assert taken > 120
+    assert taken > 300

@@ -63,10 +63,19 @@ def llama3() -> Any:
     return with_template(backend, trim, begin="<|begin_of_text|>")
 
 
+def mistral() -> Any:
+    """Metaspace as a pre-tokenizer: a space before the first word alone."""
+    backend = tk.Tokenizer(tk.models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = tk.pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = tk.decoders.Metaspace(prepend_scheme="first")
+    backend = trained(backend, special_tokens=["<unk>", "<s>", "</s>"])
+    return with_template(backend, begin="<s>")
+
+
 TEXTS = ["hello world", "", " hello\n\nword", "the 12345 wörld 你好", "a" * 70_000]
 
 
-@pytest.fixture(scope="module", params=[llama2, llama3])
+@pytest.fixture(scope="module", params=[llama2, llama3, mistral])
 def backend(request) -> Any:
     return request.param()
 

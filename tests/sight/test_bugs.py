@@ -29,8 +29,8 @@ def test_a_bug_is_refused_with_its_line_and_proven_when_mended(name: str) -> Non
     entry = rf"it comes in at \w+ +bugs\.py:\d+: {re.escape(line)}\n"
     assert re.search(entry, str(refused)), str(refused)
     assert proven, str(proven)
-    assert looks_ahead(dependences(wrong))
-    assert not looks_ahead(dependences(mended))
+    assert looks_ahead(*dependences(wrong))
+    assert not looks_ahead(*dependences(mended))
 
 
 def test_the_way_goes_by_the_mask_that_lets_a_position_through() -> None:

@@ -34,7 +34,7 @@ def test_a_verdict_is_that_of_brute_force(name: str) -> None:
     causal = jgpt.prove(program, "float32[b t 3]", causal="t", sizes=sizes)
     separate = jgpt.prove(program, "float32[b t 3]", separate="b", sizes=sizes)
 
-    found = dependences(program)
+    (found,) = dependences(program)
     assert not outside(hull, found).size
     assert bool(causal) == (name in RIGHT)
     if name not in UNSURE:

@@ -1,6 +1,7 @@
 """Sixteen-bit parameters: sums, averages and statistics of them are in float32."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jgpt.nn.loss import cross_entropy_from
 from jgpt.nn.ngrams import NGramEmbedding
 from jgpt.training.optimizer import make_optimizer, trained_weights
 from jgpt.training.state import abstract_state, dropout_stream, init_state
-from jgpt.training.step import make_train_steps
+from jgpt.training.step import StepSetup, gradients_of, make_train_steps
 
 MODEL = ModelConfig(
     vocab_size=11, block_size=6, num_layers=1, num_heads=2, embed_dim=8, param_dtype="bfloat16"
@@ -112,19 +113,41 @@ def test_n_grams_are_summed_in_float32():
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
+def total(weights):
+    """The sum of all weights, whose gradients are 1."""
+    leaves = jax.tree.leaves(weights)
+    return jnp.stack([leaf.astype(jnp.float32).sum() for leaf in leaves]).sum()
+
+
+def test_the_gradients_of_one_micro_batch_have_a_norm_in_float32():
+    """As where a compiler leaves no rounding out: a sum of squares in bfloat16 has three digits."""
+
+    def loss_of(weights, arrays, batch, key):
+        return total(weights), None
+
+    config = TrainConfig(MODEL)
+    weights = init_state(config)["model"]
+    setup: Any = StepSetup(config, loss_of, optimizer=None, schedule=None)
+    windows = jnp.zeros((1, 7), jnp.int32)
+
+    _, gradients, _ = gradients_of(setup, weights, None, windows, dropout_stream(0))
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    np.testing.assert_allclose(optax.tree.norm(gradients), count**0.5, rtol=1e-6)
+
+
 def test_gradients_of_many_micro_batches_are_added_in_float32():
     """In bfloat16 512 times 1 is 256, since 257 is rounded to 256."""
 
-    def total(model, tokens, rngs):
-        leaves = jax.tree.leaves(nnx.state(model))
-        return jnp.stack([leaf.astype(jnp.float32).sum() for leaf in leaves]).sum()
+    def objective(model, tokens, rngs):
+        return total(nnx.state(model))
 
     optimizer = OptimizerConfig(make=lambda config, steps: optax.sgd(1.0), gradient_clip=0)
     bigram = ModelConfig(architecture="bigram", vocab_size=5, block_size=6, param_dtype="bfloat16")
     config = TrainConfig(
         model=bigram,
         optimizer=optimizer,
-        objective=total,
+        objective=objective,
         batch_size=512,
         micro_batches=512,
     )
