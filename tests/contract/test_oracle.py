@@ -178,12 +178,12 @@ def verdict(function: Any, arguments: list[Any]) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize("seed", only([0], range(10)))
+@pytest.mark.parametrize("seed", only([0], range(20)))
 def test_both_say_the_same_of_random_calls(seed):
-    """60 functions, 20 calls of each: writing a function takes longer than calling it."""
+    """30 functions, 20 calls of each: writing a function takes longer than calling it."""
     case = Case(seed)
     taken = 0
-    for _ in range(60):
+    for _ in range(30):
         hints = [case.hint() for _ in range(4)]
         ours = function_of(hints, typed)
         theirs = function_of(hints, REFERENCE)
@@ -195,4 +195,4 @@ def test_both_say_the_same_of_random_calls(seed):
             expected = verdict(theirs, arguments)
             assert verdict(ours, arguments) == expected, (hints, arguments)
             taken += expected == "taken"
-    assert taken > 300
+    assert taken > 150
