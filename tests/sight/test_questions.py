@@ -132,7 +132,7 @@ class OnPurpose(Peek):
 """
 
 
-def test_the_command_and_a_training_say_that_a_model_looks_ahead(tmp_path: Any, poem: Any) -> None:
+def test_the_command_says_where_a_model_looks_ahead(tmp_path: Any) -> None:
     (tmp_path / "peek.py").write_text(PEEK)
 
     assert worked("shapes", "tiny", "--causal", "--time", "3").startswith("proven for t = 3\n")
@@ -140,6 +140,10 @@ def test_the_command_and_a_training_say_that_a_model_looks_ahead(tmp_path: Any, 
     assert refuted.code == 1
     assert "it comes in at reduce_sum   peek.py:8: return x + 0.1 * x.mean(" in refuted.stdout
 
+
+@pytest.mark.slow
+def test_a_training_says_that_its_model_looks_ahead(tmp_path: Any, poem: Any) -> None:
+    (tmp_path / "peek.py").write_text(PEEK)
     small = ("--num-layers", "1", "--embed-dim", "8", "--num-heads", "1", "--block-size", "5")
     train = ("train", "tiny", *small, "--steps", "1", "--data", poem, "--sample-tokens", "0")
     done = command(*train, "--model", "peek.py:Peek", "--out", "peeking", cwd=tmp_path)
