@@ -7,17 +7,8 @@ PARITY ?= parity
 AHEAD := $(VENV)-ahead
 # what tests need: tools, and PyTorch unless it is left out
 TESTED := $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity,without-parity)
-# the newest Python that is tested, where there is one that runs (pyenv has commands that don't), and
-# the newest JAX for it; without PyTorch
-NEWEST := $(VENV)-newest
+# the newest Python that is tested, where there is one that runs (pyenv has commands that don't)
 NEWEST_PYTHON := $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13) $(shell python3.13 -c 'import sys; print(sys.executable)' 2>/dev/null))
-NEWEST_TESTS := tests/cli/test_cli.py tests/test_config.py \
-	tests/contract/test_calls.py tests/contract/test_messages.py tests/contract/test_transforms.py \
-	tests/nn/test_attention.py tests/nn/test_layers.py tests/nn/test_transformer.py \
-	tests/page/test_model.py
-# Flax announced these as its defaults to come: modules are trees, and updates are returned
-FLAX_TO_COME := NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false
-FLAX_TESTS := tests/generation/test_decoding.py tests/nn/test_transformer.py tests/training/test_step.py
 # Python compiles a package at its first import and keeps that, which takes half the time of compiling
 # all of them when they are installed
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,9 +19,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(
 # every code block of the documents, every lesson, every figure: a change of the code alone rarely
 # breaks them, and they take as long as a third of the others
 DOCS_TESTS := tests/test_documents.py tests/test_figures.py tests/test_gpu_benchmark.py \
-	tests/test_notebooks.py tests/test_one_page_gpt.py tests/test_parts.py tests/test_site.py
+	tests/test_lesson_checks.py tests/test_notebooks.py tests/test_one_page_gpt.py \
+	tests/test_parts.py tests/test_site.py
 
-.PHONY: train test without-parity test-docs test-all test-here test-ahead test-newest plain-install test-matrix lint notebooks student docs pictures
+.PHONY: train test without-parity test-docs test-all test-here test-ahead plain-install test-matrix lint notebooks student docs pictures
 
 train: $(VENV)/installed-train
 	$(BIN)/jgpt train
@@ -53,12 +45,8 @@ test-here: $(TESTED)
 test-ahead: $(AHEAD)/installed
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(AHEAD)/bin/python -m pytest tests/training/test_ahead.py
 
-test-newest: $(if $(NEWEST_PYTHON),$(NEWEST)/installed)
-	$(if $(NEWEST_PYTHON),$(NEWEST)/bin/python -m pytest -q -m "not slow" $(NEWEST_TESTS),@echo "there is no python3.13: not tested")
-	$(if $(NEWEST_PYTHON),$(FLAX_TO_COME) $(NEWEST)/bin/python -m pytest -q -m "not slow" $(FLAX_TESTS))
-
 plain-install:
-	PYTHON=$(PYTHON) .ci/plain-install
+	PYTHON=$(or $(NEWEST_PYTHON),$(PYTHON)) .ci/plain-install
 
 test-matrix:
 	.ci/test-matrix | tee benchmarks/results/test_matrix.md
@@ -117,7 +105,8 @@ $(VENV)/installed-parity: pyproject.toml | $(VENV)/installed-test
 without-parity:
 	@.ci/parity || true
 
-# beside the packages of $(VENV); cuDNN without cuBLAS, since a step is compiled there and never run
+# beside the packages of $(VENV); cuDNN without cuBLAS, and its graphs without what computes them, since
+# a step is compiled there and never run
 $(AHEAD)/installed: pyproject.toml | $(VENV)/installed-test
 	$(PYTHON) -m venv $(AHEAD)
 	packages='import sysconfig; print(sysconfig.get_path("purelib"))' && \
@@ -126,9 +115,5 @@ $(AHEAD)/installed: pyproject.toml | $(VENV)/installed-test
 	$(AHEAD)/bin/python -m pip install --no-compile "jax[tpu]==$$version" && \
 	$(AHEAD)/bin/python -m pip install --no-compile --no-deps \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
-	touch $@
-
-$(NEWEST)/installed: pyproject.toml
-	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --no-compile --editable . hypothesis pytest tyro
+	find $(AHEAD) -name 'libcudnn_*' ! -name '*_graph.*' ! -name '*_runtime_compiled.*' -delete
 	touch $@

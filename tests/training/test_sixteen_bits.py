@@ -127,7 +127,8 @@ def test_the_gradients_of_one_micro_batch_have_a_norm_in_float32():
 
     config = TrainConfig(MODEL)
     weights = init_state(config)["model"]
-    setup: Any = StepSetup(config, loss_of, optimizer=None, schedule=None)
+    unused: Any = None
+    setup = StepSetup(config, loss_of, optimizer=unused, schedule=unused)
     windows = jnp.zeros((1, 7), jnp.int32)
 
     _, gradients, _ = gradients_of(setup, weights, None, windows, dropout_stream(0))
