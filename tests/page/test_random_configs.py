@@ -17,7 +17,7 @@ from jgpt.nn.models import abstract_model
 from jgpt.page.model import page_model
 from jgpt.page.numbers import Look
 from tests.javascript import needs_javascript, run_model
-from tests.models import loud
+from tests.models import compiled, loud
 from tests.page.records import Changes, record_of
 from tests.page.test_model import assert_close_values, assert_same_record
 from tests.page.test_program import TOKENIZER
@@ -98,7 +98,7 @@ def assert_same_gradients(look: Look, record: dict[str, Any], tokens: list[int])
         return jgpt.cross_entropy(logits[:, :-1], text[:, 1:])
 
     changes = {path: jnp.zeros(array["sizes"]) for path, array in returned.items()}
-    for path, gradient in jax.grad(loss_with)(changes).items():
+    for path, gradient in compiled(jax.grad(loss_with), changes).items():
         token_axis = returned[path]["sizes"].index(len(tokens))
         assert_close_values(returned[path]["gradient"], np.moveaxis(gradient, token_axis, 0))
     assert len(returned) >= 4 * look.model.config.num_layers

@@ -187,7 +187,7 @@ def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", ["plateau", "lbfgs", "schedule_free"])
 def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
     """None of them has a rate that depends on the number of steps."""
     run = run_of(name)

@@ -20,6 +20,11 @@ from tests.runs.test_written_out import SMALL, TEMPLATE, module_of
 CHANGES = Path(__file__).parents[2] / "docs/changes"
 OWN_MODEL = {"masked": "bidirectional", "prefix": "prefix_model"}
 """The changes that need one of the model, too."""
+FEW_SAVES = {
+    **SMALL,
+    "EVAL_INTERVAL = 250": "EVAL_INTERVAL = 20",
+    '"num_layers": 4': '"num_layers": 1',
+}
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +41,7 @@ def changed(tmp_path, monkeypatch, poem):
         for change in filter(None, (name, OWN_MODEL.get(name))):
             subprocess.run(["git", "apply", CHANGES / f"{change}.diff"], check=True)
         text = Path("train.py").read_text()
-        for old, new in {**SMALL, **dict(edits)}.items():
+        for old, new in {**FEW_SAVES, **dict(edits)}.items():
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         Path("train.py").write_text(text)
@@ -137,7 +142,7 @@ def test_noise_scale(changed):
 
 @pytest.mark.parametrize("name", sorted(OWN_MODEL))
 def test_an_objective_of_another_kind_with_its_own_evaluation(changed, name):
-    module = changed(name, {"= 7": "= 60"})
+    module = changed(name, {"= 7": "= 60", "= 20": "= 4", '"num_layers": 1': '"num_layers": 2'})
     module.main("poem.txt")
     lines = lines_of(module)
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
