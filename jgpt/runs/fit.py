@@ -74,7 +74,6 @@ from jgpt.training.state import (
     dropout_stream,
     init_state,
     placed_state,
-    state_specs,
 )
 from jgpt.training.step import placed_arrays
 from jgpt.user_code import (
@@ -457,8 +456,6 @@ def _train(
     with opened as track:
         # Only now, with open trackers: it deletes a run that is overwritten.
         state, step = run.restore(prepared.init, placed_state(config), prepared.first)
-        # Committed to its devices, as the compiled steps return it.
-        state = jax.device_put(state, shardings(state_specs(config)))
         progress.started(config, run.dataset, state["model"], step, run.path)
 
         def report(line: dict[str, Any]) -> None:

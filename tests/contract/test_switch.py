@@ -60,6 +60,7 @@ def lowered(config: jgpt.TrainConfig) -> str:
     return train.as_text() + evaluate.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("switch")
 def test_the_compiled_step_is_the_same_to_the_byte():
     model = jgpt.ModelConfig(block_size=8, num_layers=2, num_heads=2, embed_dim=16, dropout=0.1)

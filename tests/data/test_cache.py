@@ -160,6 +160,7 @@ dataset.load_dataset(DataConfig((sys.argv[2],), tokenizer="byte"), 8)
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_waits_and_goes_on_after_the_first_was_killed(text, user_cache):
     command = [sys.executable, "-c", CODE, "7", str(text), str(user_cache)]
     said = []

@@ -122,6 +122,7 @@ def test_a_folder_is_read_in_order_and_other_files_are_not(tmp_path):
     assert read_text([str(tmp_path / "code")]) == read_text([code])
 
 
+@pytest.mark.slow
 def test_the_end_of_text_separates_documents_where_there_is_one(tmp_path, data_directory):
     path = write(tmp_path, "a.jsonl", lines({"text": "To be"}, {"text": "or not"}) * 9)
     prepared = tmp_path / "prepared"

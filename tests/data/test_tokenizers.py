@@ -214,6 +214,7 @@ PIECE = {"Sequence": {"id": "A", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "pair": [PIECE], "special_tokens": {}}
 
 
+@pytest.mark.slow
 def test_what_tiktoken_rejects_is_encoded_still(quick):
     """Its regular expression takes a run of spaces onto a stack."""
     spaces = " " * 2_000_000 + "x"

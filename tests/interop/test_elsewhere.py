@@ -74,6 +74,7 @@ def greedy(place) -> str:
     return jgpt.load(place / "runs" / "gpt").generate(PROMPT, 9, temperature=0.0)
 
 
+@pytest.mark.slow
 @needs("torch")
 @needs("transformers")
 def test_a_pipeline_of_transformers_continues_a_text_as_jgpt(place, greedy, monkeypatch):

@@ -59,6 +59,7 @@ def imported(gpt2, text_file):
     return run
 
 
+@pytest.mark.slow
 def test_an_imported_run_keeps_its_tokenizer(imported):
     """With another one, each embedding would be that of another text."""
     resume = ("train", "--resume", "--out", imported, "--steps", 1)
@@ -131,6 +132,7 @@ def test_bad_input_is_one_line_and_writes_nothing(gpt2, imported, write_nanogpt,
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_what_a_folder_says_about_its_text_is_kept_until_the_run_is_replaced(
     gpt2, text_file, tmp_path
 ):
@@ -222,6 +224,7 @@ def qwen3(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_an_export_is_imported_again_however_small_its_tokenizer_is(tmp_path):
     """Of a model whose embedding is padded by more than a tokenizer from elsewhere may lack."""
     tokenizer = jgpt.BPETokenizer.train([TEXT], 263).padded_to(1007)

@@ -27,6 +27,7 @@ def html(look) -> str:
     return page_of(look, PROMPT)
 
 
+@pytest.mark.slow
 def test_three_questions_are_answered_by_clicking(look, html, tmp_path):
     """Which letters made this prediction; what happens without a head; what gives a weight."""
     tokens = TOKENIZER.encode(PROMPT).tolist()

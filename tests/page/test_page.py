@@ -74,6 +74,7 @@ def said(page: Page, element: str) -> str:
     return page.run(f"$('{element}').textContent")
 
 
+@pytest.mark.slow
 def test_a_page_says_how_close_it_is_to_jax_and_what_a_change_is_in_python(default_page, tmp_path):
     look = look_of("default preset")
     with opened(tmp_path / "page.html", default_page) as page:

@@ -22,7 +22,7 @@ from tests.page.records import Changes, record_of
 from tests.page.test_model import assert_close_values, assert_same_record
 from tests.page.test_program import TOKENIZER
 
-CONFIGS = int(os.environ.get("JGPT_RANDOM_CONFIGS", "3"))
+CONFIGS = int(os.environ.get("JGPT_RANDOM_CONFIGS", "6"))
 
 
 def random_config(random: np.random.Generator) -> ModelConfig:

@@ -278,6 +278,7 @@ def questions_for(tokenizer: Tokenizer, draw: random.Random, count: int = 200) -
     return {"vocabulary": vocabulary_of(tokenizer), "texts": texts, "ids": ids, "single": single}
 
 
+@pytest.mark.slow
 @needs_node
 def test_texts_have_the_tokens_of_python(every_tokenizer):
     """Texts encode as in Python, tokens decode as in Python, and so does any list of tokens."""

@@ -1,14 +1,12 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jgpt import TrainConfig
 from jgpt.runs import fit as fit_module
 from jgpt.runs import run as run_module
-from jgpt.training import memory
 
 LONG = 1e9
 
@@ -19,25 +17,6 @@ def a_slow_machine_saves_and_stops_where_a_fast_one_does():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "SECONDS_BETWEEN_SAVES", LONG)
         patch.setattr(fit_module, "SECONDS_PER_CALL", LONG)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def steps_of_equal_configs_are_compiled_once():
-    """A run that is resumed has the steps that it began with, and they are half of its time."""
-    compiled: list[tuple[TrainConfig, Any]] = []
-
-    def compile_steps(config: TrainConfig) -> Any:
-        of_the_steps = dataclasses.replace(config, out=None, name="any")
-        for known, steps in compiled:
-            if known == of_the_steps:
-                return steps
-        steps = memory.compile_steps(config)
-        compiled.append((of_the_steps, steps))
-        return steps
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_module, "compile_steps", compile_steps)
         yield
 
 

@@ -101,6 +101,7 @@ def test_weights_of_another_architecture_and_patterns_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_starts_from_a_hugging_face_folder(tmp_path, poem):
     tokenizer = jgpt.BPETokenizer.train([poem.read_text()], 263)
     config = jgpt.ModelConfig(
@@ -202,6 +203,7 @@ def test_moments_of_another_optimizer_are_refused(trained, config):
         jgpt.fit(config, initial=f"{trained.path}@5", **branch)
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_checkpoint_by_its_step(config, tmp_path):
     jgpt.fit(with_changes(config, **BIGRAM), progress=None)
     last = f"{config.out}@4"
@@ -241,6 +243,7 @@ def test_options_of_another_tokenizer_than_that_of_the_weights_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_reads_the_weights_it_began_with_no_more(
     trained, config, monkeypatch
 ):

@@ -11,7 +11,6 @@ import numpy as np
 import jgpt
 from jgpt import CharTokenizer
 from jgpt.page import html
-from jgpt.page.html import model_page
 from jgpt.page.numbers import Look
 from tests.browser import Page
 from tests.commands import worked
@@ -109,25 +108,6 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page():
     assert len(set(shown)) == len(shown)
     for row in data["arrays"]:
         assert "table" not in row["name"]
-
-
-def test_no_text_ends_the_script_that_holds_it(tmp_path):
-    text = "</script><script>alert(1)</script><!--<script>{{data}}{{style}}{{script}}\u2028\ud800é"
-    tokenizer = CharTokenizer.from_text(text)
-    path = tmp_path / "look.html"
-    model = random_gpt(
-        "nanogpt", vocab_size=tokenizer.vocab_size, block_size=len(text), num_layers=1
-    )
-    empty = html.page_of({})
-
-    page = model_page(model, tokenizer, text, text)
-    path.write_text(page, encoding="utf-8")
-
-    data = json_of(path)
-    assert data["name"] == text
-    assert data["text"] == text
-    for marker in ("<script", "</script", "<!--"):
-        assert page.count(marker) == empty.count(marker)
 
 
 def test_the_page_may_ask_no_host_for_anything():

@@ -52,17 +52,8 @@ def counted(config: jgpt.OptimizerConfig, steps: int) -> Any:
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
-def noisy(config: jgpt.OptimizerConfig, steps: int) -> Any:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        now, later = jax.random.split(state)
-        rate = config.learning_rate * jax.random.uniform(now)
-        return jax.tree.map(lambda leaf: -rate * leaf, updates), later
-
-    return optax.GradientTransformation(lambda params: jax.random.key(3), update)
-
-
 MAKES = {make.__name__: make for make in (plateau, lbfgs, schedule_free, mup)}
-OF_ONE_ARRAY = {make.__name__: make for make in (scaled, counted, noisy)}
+OF_ONE_ARRAY = {make.__name__: make for make in (scaled, counted)}
 """Those whose state is one array, or none."""
 
 
@@ -165,6 +156,7 @@ def test_beside_frozen_parameters_the_others_are_trained_as_if_alone(name):
     assert abs(all_trained["a"] - frozen).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_mup_gets_the_models_width_and_a_field_of_its_own(config):
     config = dataclasses.replace(config, steps=1)
     run = jgpt.fit(config, optimizer=mup, progress=None)
@@ -199,6 +191,7 @@ def test_an_optimizer_trains_on_a_mesh(name, run_of, config):
     np.testing.assert_allclose(sharded_run.metrics["loss"], losses, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_average_of_a_schedule_free_optimizer_is_what_is_evaluated_and_loaded(config):
     run = jgpt.fit(config, optimizer=schedule_free, progress=None)
 

@@ -222,6 +222,7 @@ def test_the_new_model_is_jgpts_own(template):
     np.testing.assert_array_equal(in_training, found)  # dropout is 0
 
 
+@pytest.mark.slow
 def test_the_new_model_starts_as_jgpts_own_and_drops_out_in_training(template):
     config = jgpt.ModelConfig(vocab_size=230, num_layers=3, num_heads=2, embed_dim=200, dropout=0.5)
     own_config = with_code(jgpt.TrainConfig(model=config), f"{template}:GPT").model

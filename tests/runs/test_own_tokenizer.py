@@ -49,6 +49,7 @@ def whole(tmp_path_factory) -> jgpt.Run:
     return jgpt.fit(config_in(folder), dataset=dataset_of(), progress=None)
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_resumed_loaded_and_evaluated_with_the_object(whole, tmp_path):
     dataset = dataset_of()
     parted = config_in(tmp_path, out=str(tmp_path / "parted"), steps_per_call=2)

@@ -179,6 +179,7 @@ def applied(module: Any, *shape: int, dtype: Any = jnp.float32) -> Any:
     return functools.partial(module.apply, variables)
 
 
+@pytest.mark.slow
 def test_models_of_other_libraries() -> None:
     sizes = {"t": [1, 5]}
     attention = eqx.nn.MultiheadAttention(3, 12, key=jax.random.key(0))
