@@ -94,9 +94,9 @@ def test_llamacpp_continues_a_text_from_the_exported_file(place):
     run = jgpt.load(place / "runs" / "gpt")
     case: Any = run.model, run.tokenizer, PROMPT
 
-    answers = of_llamacpp({"gpt": place / "exports" / "gpt.gguf"}, {"gpt": case})
+    answers = of_llamacpp({"gpt": place / "gpt.gguf"}, {"gpt": case})
 
-    new = min(100, run.config.model.block_size - len(run.tokenizer.encode(PROMPT)))
+    new = run.config.model.block_size - len(run.tokenizer.encode(PROMPT))
     assert answers["gpt"]["text"] == run.generate(PROMPT, new, temperature=0.0)
 
 

@@ -54,7 +54,7 @@ def byte_pairs(words: str | None = None) -> jgpt.BPETokenizer:
 def preset_model(name: str, tokenizer) -> jgpt.GPT:
     config = PRESETS[name][1].model
     # the head's bias fits into the last norm's if there are at least as many features
-    sizes = {"num_layers": 2, "embed_dim": 96, "block_size": 64}
+    sizes = {"num_layers": 2, "embed_dim": 96, "block_size": 48}
     sizes |= {"vocab_size": tokenizer.vocab_size, "dropout": 0.0, "dtype": "float32"}
     return loud(abstract_model(dataclasses.replace(config, **sizes)), size=0.2)
 
