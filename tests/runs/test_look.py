@@ -110,6 +110,17 @@ def test_the_arrays_of_the_forward_pass_are_on_the_page():
         assert "table" not in row["name"]
 
 
+def test_no_text_ends_the_script_that_holds_it(tmp_path):
+    text = "</script><script>alert(1)</script><!--<script>{{data}}{{style}}\u2028\ud800é"
+    path = tmp_path / "look.html"
+    page = html.page_of({"text": text})
+    path.write_text(page, encoding="utf-8")
+
+    assert json_of(path) == {"text": text}
+    for marker in ("<script", "</script", "<!--"):
+        assert page.count(marker) == html.page_of({}).count(marker)
+
+
 def test_the_page_may_ask_no_host_for_anything():
     addresses = r"https?:|//\w+\."
     style = r"@import|url\("

@@ -127,7 +127,7 @@ def random_program(seed: int) -> Callable[[Array], Array]:
     return program
 
 
-@pytest.mark.parametrize("group", only(range(2), range(100)))
+@pytest.mark.parametrize("group", only(range(3), range(100)))
 def test_a_dependence_that_is_seen_is_inside_the_hull(group: int) -> None:
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     seeds = range(20 * group, 20 * group + 20)
